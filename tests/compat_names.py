@@ -1,6 +1,9 @@
-"""Compares the names of a compat module with those of its project's files, which `ast` reads. A name is the
-same if its parameters have the same names, order, kinds and defaults. `NOTES` explains each different name,
-`MISSING` each absent one. Members of a class count: `GroupCoordinator.send`."""
+"""Compares the public names of a compat module with those in the files of the project that it imitates.
+
+The project's files are parsed with `ast`, not imported. A name is the same if its parameters have the same names,
+order, kinds and defaults. `NOTES` of the compat module explains each different name, `MISSING` each absent one. Members
+of a class are names, too: `GroupCoordinator.send`.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +49,13 @@ class Parameter(NamedTuple):
 
 
 class Name(NamedTuple):
-    """Parameters are None if it isn't called."""
+    """A name of a module. `parameters` is None if the name isn't a function or class."""
 
     parameters: list[Parameter] | None
 
 
 class Row(NamedTuple):
-    """`state` is "same", "note" or "missing", else an unexplained difference."""
+    """Result for a name. `state` is "same", "note" or "missing", or describes an unexplained difference."""
 
     name: str
     state: str
@@ -123,7 +126,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef, method: bool = Fal
 
 
 def _constructor(node: ast.ClassDef) -> list[Parameter] | None:
-    """None if a base class in another file may define them."""
+    """Returns the parameters, or None if a base class in another file could define them."""
     for each in node.body:
         if isinstance(each, ast.FunctionDef) and each.name == "__init__":
             return _parameters(each, method=True)
@@ -163,7 +166,7 @@ def _set_on_self(node: ast.AST) -> set[str]:
 
 
 def _find(module: ModuleType, name: str) -> Any:
-    """`_MISSING` if there is none, None for an attribute of instances only."""
+    """Returns the named object, `_MISSING` if there is none, or None for an attribute that only instances have."""
     owner, _, member = name.rpartition(".")
     if not owner:
         return getattr(module, name, _MISSING)
@@ -223,7 +226,10 @@ def _same_default(ours: Any, theirs: str, namespace: Mapping[str, Any]) -> bool:
 
 
 def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[Row]:
-    """If two files have a name, the first one counts. `also`: private names that other projects import."""
+    """Compares each name. If two files define a name, the first definition counts.
+
+    `also`: private names that other projects import.
+    """
     import torch
     import torch.distributed
 
@@ -256,7 +262,7 @@ def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, An
 
 
 def differences(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[str]:
-    """Describes names that are neither the same nor explained in `module.NOTES` or `module.MISSING`."""
+    """Returns a text for each name that is neither the same nor explained in `module.NOTES` or `module.MISSING`."""
     return [
         f"{row.name} {row.state}"
         for row in rows(module, references, also)
@@ -324,4 +330,4 @@ PROJECTS: tuple[Project, ...] = (
     ),
     Project("deepspeed", "DeepSpeed's mpu", ()),
 )  # fmt: skip
-"""Each compat module has a row, which a test and the docs' table read."""
+"""The projects with a compat module. A test and a table in the docs read them."""

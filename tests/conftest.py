@@ -56,7 +56,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def on_hosts(hosts: Hosts) -> Callable[[Sequence[int]], HostRanks]:
-    """`on_hosts([0, 0, 1, 1])` is the pool of four ranks, two on each of two hosts."""
+    """Makes pools on several hosts: `on_hosts([0, 0, 1, 1])` has four ranks, two on each of two hosts."""
     made: dict[tuple[int, ...], HostRanks] = {}
 
     def pool(placement: Sequence[int]) -> HostRanks:

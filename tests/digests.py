@@ -25,9 +25,9 @@ from tests.contract.cases import FLOAT8, FLOATS, MOVABLE, REDUCIBLE, bytes_of, i
 FILE = Path(__file__).with_suffix(".json")
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
 COUNTS = (5, 1_000, 20_001, 150_001)
-"""Elements per rank. Within a host: one exchange, one chunk, several slots. Between hosts: one round, two rounds."""
+"""Elements per rank. Transports divide each of these sizes into another number of steps."""
 LARGE_COUNTS = (2_300_001,)
-"""For sums of float32 and bfloat16 only: chunks of slices, lanes and stripes."""
+"""Elements per rank for sums of float32 and bfloat16 only. Transports divide such large sums further."""
 MOVED_COUNTS = (3, 20_001)
 WIDTHS = (1, 64, 1_000)
 
@@ -70,7 +70,7 @@ def combined(of_ranks: Sequence[dict[str, list[str]]]) -> dict[str, str]:
 
 
 def digests_of_rank(group: Any) -> dict[str, list[str]]:
-    """All ranks of `group` must call it."""
+    """Returns this rank's digests, by case. All ranks of `group` must call this."""
     found: dict[str, list[str]] = {}
     for case, calls in _cases(group):
         found[case] = [_digest(b"".join(bytes_of(x).numpy().tobytes() for x in call())) for call in calls]
@@ -87,7 +87,9 @@ def _integers(count: int, rank: int) -> Tensor:
 
 
 def numbers(count: int, dtype: torch.dtype, rank: int) -> Tensor:
-    """Sums round and integers overflow. The first floats are ±0, a tiny number and infinity."""
+    """Returns test values. Their sums need rounding, or overflow for integers. The first floats are special values:
+    ±0, a tiny number and infinity.
+    """
     integers = _integers(count, rank)
     if not dtype.is_floating_point and not dtype.is_complex:
         return (integers & 1).bool() if dtype == torch.bool else integers.to(dtype, copy=True)  # some calls write to it

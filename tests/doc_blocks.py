@@ -1,4 +1,4 @@
-"""The code blocks of README.md and docs/*.md. The comment before a block says how it is run.
+"""Finds the code blocks of README.md and docs/*.md. The comment before a block says how the block is run:
 
 (nothing)                          on 2 ranks, tensor parallel; blocks of one page share their names, in order
 <!-- run: 4 ranks, tp=2, pp=2 -->  the same, on other ranks; without sizes the block makes its own world
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """Without `tp`, blocks make their own world."""
+    """The ranks that run a block. If `tp` is None, the block makes its own world."""
 
     count: int
     tp: int | None

@@ -1,4 +1,4 @@
-"""The programs in examples/, and the output that their docstrings promise."""
+"""Finds the programs in examples/ and checks their output, which their docstrings promise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def promised(example: Path) -> list[str]:
 
 
 def check(example: Path, output: str) -> None:
-    """The output needs the promised lines in order. `…` matches anything within a line."""
+    """Checks that the output has the promised lines in order. In them, `…` matches any text within a line."""
     printed = iter(line.strip() for line in output.splitlines())
     for line in promised(example):
         pattern = ".+".join(map(re.escape, line.split("…")))

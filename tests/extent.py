@@ -1,5 +1,6 @@
-"""FAILURE_TESTS=long (`make test-long`) adds seeds, sizes and pairs to what a short run proves, and no
-behavior of its own."""
+"""Tells whether FAILURE_TESTS=long is set (`make test-long`). Long runs test more seeds, sizes and pairs than short
+runs, but no other behavior.
+"""
 
 from __future__ import annotations
 

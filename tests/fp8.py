@@ -1,4 +1,4 @@
-"""References for float8_e4m3fn and the fused norms, without torch's conversions or norms."""
+"""Reference results for float8_e4m3fn and the fused norms, computed without torch's conversions or norms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAGNITUDES = VALUES[:127]  # 0 … 448, ascending; byte 127 is NaN
 
 
 def to_bytes(numbers: Any) -> Any:
-    """Rounded to nearest, ties to even. Above 448 gives 448, NaN gives 127."""
+    """Converts to bytes, rounding to nearest, ties to even. Numbers above 448 become 448, and NaN becomes byte 127."""
     wide = np.asarray(numbers, dtype=np.float64)
     absolute = np.where(np.isnan(wide), 0.0, np.minimum(np.abs(wide), MAX))
     above = np.clip(np.searchsorted(_MAGNITUDES, absolute), 1, 126)
@@ -55,7 +55,7 @@ def per_token_bytes(normed: Tensor) -> tuple[Any, Any]:
 
 
 def norm_bounds(y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Bounds of the norm of `y`: they allow a bit of float32 and a rounding to the dtype."""
+    """Returns bounds for the RMS-normalized `y`, which allow for rounding in float32 and to the dtype."""
     wide = y.double()
     exact = wide / (wide.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     info = torch.finfo(torch.float32 if y.dtype == torch.float64 else y.dtype)

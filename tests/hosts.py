@@ -1,4 +1,4 @@
-"""Hosts on one machine, for tests and benchmarks: ranks on them see each other as over a network.
+"""Simulates hosts on one machine, for tests and benchmarks. Ranks on different hosts communicate over a network.
 
     with Hosts(2) as hosts:                                       # or Hosts([Host(), Host(own_pids=True)])
         with hosts.ranks([0, 0, 1, 1]) as ranks:                  # rank r is on host placement[r]
@@ -7,10 +7,10 @@
             ...
 
 A host is a network namespace with one interface, a UTS namespace with its own name, and a mount namespace with an empty
-/dev/shm. It can also have a PID namespace and a monotonic clock. A bridge in another namespace connects the hosts, so
-two runs never meet. Each namespace lives as long as a process that reads a pipe of ours: the kernel removes all of them
-even after SIGKILL. Needs root, `ip` and `tc` (Debian: iproute2), `unshare` and `nsenter` (util-linux); `problem()` says
-what is missing.
+/dev/shm. It can also have its own PID namespace and monotonic clock. A bridge in another namespace connects the hosts,
+separately for each test run. Each namespace lives as long as a process that reads a pipe of this process, so the kernel
+removes all namespaces even after SIGKILL. Needs root, `ip` and `tc` (Debian: iproute2), `unshare` and `nsenter`
+(util-linux); `problem()` returns what is missing.
 
 Ranks are forks of the tests' fork server that enter a host's namespaces.
 """
@@ -35,23 +35,23 @@ from typing import Any
 from tests.workers import WorkerPool, serve
 
 _FIRST_PORT = 20_000
-"""Rank 0's port on its own host, one per pool. Outgoing connections use higher ports."""
+"""Port of the first pool's store on rank 0's host. Each pool adds 1; outgoing connections use higher ports."""
 
 INTERFACE = "eth0"
 _DEADLINE_S = 20.0
 _NAMESPACES = ("net", "uts", "ipc", "pid_for_children", "time_for_children", "mnt")
-"""The mount namespace is last: entering it hides the files of the others."""
+"""Namespaces in the order of entering. The mount namespace is last, because it hides the files of the others."""
 CLOCK_STEP_S = 1000 if os.path.exists("/proc/self/ns/time") else 0
-"""Seconds by which each host with its own PIDs is ahead of the previous one's monotonic clock."""
+"""Each host with its own PIDs has a monotonic clock this many seconds ahead of the previous such host's."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Host:
     network_of: int | None = None
-    """Shares that host's network: the same address, but no memory."""
+    """Index of a host to share the network with. The two hosts have the same address, but separate memory."""
     memory_of: int | None = None
-    """Shares that host's /dev/shm and files, but has another address and name."""
+    """Index of a host to share /dev/shm and files with. The two hosts have different addresses and names."""
     own_pids: bool = False
     shared_memory: str = "1g"
     cpus: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class Hosts:
         self.addresses.append(address)
 
     def _hold(self, *options: str, script: str, enter: Sequence[str] = ()) -> int:
-        """The namespaces last until the pipe to their process closes."""
+        """Makes namespaces. Returns the PID of the process that holds them until the pipe to this process closes."""
         command = ["nsenter", *enter] if enter else []
         command += ["unshare", *options, "sh", "-c", f"{script} && echo ready && exec cat"]
         holder = subprocess.Popen(
@@ -173,12 +173,12 @@ class Hosts:
         return _run(["nsenter", "-t", str(self.pid(host)), "--net", "--uts", "--mount", "sh", "-c", command])
 
     def link(self, host: int, up: bool) -> None:
-        """Acts on the cable at the switch. The host's own interface stays up."""
+        """Connects or disconnects a host at the switch. The host's own interface stays up."""
         state = "up" if up else "down"
         self._in_network(self._switch, f"ip link set h{self._port(host)} {state}")
 
     def limit(self, host: int, rate: str | None, queue: str = "256kb") -> None:
-        """Limits sending to `rate` (`1gbit`, `1mbit`) behind a `queue`. None removes the limit."""
+        """Limits a host's sending rate (`1gbit`, `1mbit`), with a send queue of this size. None removes the limit."""
         script = f"tc qdisc del dev {INTERFACE} root 2>/dev/null || true"
         if rate is not None:
             # A burst holds the kernel's largest packet, 64 KiB.
@@ -186,7 +186,7 @@ class Hosts:
         self.run_on(host, script)
 
     def lose(self, host: int, percent: int) -> None:
-        """Drops this percentage of packets at the switch. Needs nftables."""
+        """Drops this percentage of the packets that the host sends. Needs nftables."""
         script = "nft delete table bridge loss 2>/dev/null || true"
         if percent:
             rule = f"iifname h{self._port(host)} numgen random mod 100 < {percent} drop"
@@ -226,8 +226,10 @@ class HostRanks(WorkerPool):
         self.kill()
 
     def kill(self) -> None:
-        """Kills the ranks in a PID namespace before the outer processes that wait for them; else PID 1 outside
-        would inherit them, and in a container it often doesn't reap."""
+        """Kills the ranks. In a PID namespace, kills each rank before the outer process that waits for it.
+
+        Otherwise PID 1 outside would inherit the ranks, and in a container PID 1 often doesn't reap them.
+        """
         for process, host in zip(self._processes, self.placement, strict=False):
             if self._hosts.hosts[host].own_pids:
                 for child in _children(process.pid):

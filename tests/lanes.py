@@ -1,16 +1,17 @@
-"""Runs the suite in concurrent lanes: tests that compute, that start ranks, and that wait for ranks to die.
+"""Runs the test suite in lanes, which are concurrent runs of pytest. Each lane has one kind of tests.
 
     python -m tests.lanes [options of pytest]          # all lanes
-    python -m tests.lanes check [options of pytest]    # for the inner loop: what isn't slow, and some with ranks
-    python -m tests.lanes room layout [options]        # the unit tests of one room that aren't slow
+    python -m tests.lanes check [options of pytest]    # for the inner loop: tests that aren't slow, few with ranks
+    python -m tests.lanes room layout [options]        # unit tests of sub-package layout that aren't slow
     python -m tests.lanes lint [check] [options]       # also runs `make lint` as a lane
     python -m tests.lanes tests/unit -k axes -x        # paths: as pytest, in one process
 
-Each lane is one pytest that logs to `.lanes/NAME.log`. At the end, the output of failed lanes and the summaries of
-the others are printed. Many ranks must detect something in time, so at most one more lane runs than there are cores. Up
-to MOST_AGAIN failed tests run again, alone on the machine. The last line counts all tests as pytest does, and names the
-repeated ones. The exit code is 1 if a lane failed for good or ran no test, if more than MOST_FLAKES passed only in the
-second run, or if the lanes lack a line of `tests/promises.txt`. Ctrl-C ends all lanes with their descendants.
+Each lane logs to `.lanes/NAME.log`. At the end, the output of failed lanes and the summaries of the others are printed.
+At most one more lane runs than there are cores, because many ranks must detect something in time. Up to MOST_AGAIN
+failed tests run again, alone on the machine. The last line counts all tests as pytest does, and names the repeated
+ones. The exit code is 1 if a lane failed in the second run, too, or ran no test, or if more than MOST_FLAKES tests
+passed only in the second run, or if the lanes lack a line of `tests/promises.txt`. Ctrl-C ends all lanes with their
+descendants.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED_MEMORY = "/dev/shm"
 LOGS = ROOT / ".lanes"
 SOME_FAILED, NO_TESTS = 1, 5
-"""pytest's exit codes. In one of several lanes NO_TESTS is no failure."""
+"""Exit codes of pytest. With NO_TESTS in one of several lanes, the run can still pass."""
 MOST_AGAIN = 10
-"""With more failures than this, the machine's load isn't the cause."""
+"""If more tests than this fail, they don't run again: the machine's load isn't the cause."""
 MOST_FLAKES = 2
-"""More tests than this that pass only in a second run fail the run."""
+"""If more tests than this pass only in a second run, the run fails."""
 VARIABLES = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "0"}
-"""Inductor makes scalar code: a process takes 6 s of CPU time to test instruction sets."""
+"""Environment of the lanes. Inductor generates scalar code: its test of instruction sets takes 6 s per process."""
 ORDER = ("passed", "failed", "error", "skipped", "deselected", "xfailed", "xpassed")
 AT_ONCE = (os.cpu_count() or 1) + 1
-"""Tests of ranks mostly wait, but have deadlines."""
+"""Number of lanes at once. Tests of ranks mostly wait, but more lanes could make them miss their deadlines."""
 _STEP_S = 0.2
 _LOOK_S = 2.0
 
@@ -71,7 +72,7 @@ COMPILERS = _files(
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
 ) + _files("tests/internals", "test_collectives_ranks")  # fmt: skip
-"""Ranks need torch's compiler or FSDP, which one fork server imports."""
+"""Tests whose ranks need torch's compiler or FSDP. They share a lane, in which one fork server imports these."""
 PROGRAMS = _files(
     "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
@@ -82,7 +83,7 @@ RANKS = _files(
     "test_trace", "test_tune", "test_world_store",
 )  # fmt: skip
 FUZZING = _files("tests/internals", "test_fuzzed")
-"""Measures this process's memory, so it runs in a lane whose work is in ranks."""
+"""Tests that measure the memory of their own process. They run in a lane whose other tests work in other processes."""
 DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
@@ -100,8 +101,9 @@ LANES = (
     Lane("native", NATIVE, niceness=3),
     Lane("disagreements", DISAGREEMENTS),
 )
-"""In the order of their start, the longest first. The others are nice to the failure tests, which must detect
-failures in time."""
+"""Lanes in the order of their start, the longest first. Lanes with `niceness` get less CPU time than the failure
+tests, which must detect failures in time.
+"""
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
@@ -154,14 +156,14 @@ def lanes_of_room(room: str) -> list[Lane]:
 
 
 def _be_nice(niceness: int) -> None:
-    """Lowers this process's share of the cores, and its session's under autogroups."""
+    """Lowers the priority of this process, and of its session if the kernel groups processes by session (autogroup)."""
     os.nice(niceness)
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(niceness), encoding="utf-8")
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Allows bytecode: without it, some hundred interpreters would each compile these modules, and maybe torch's."""
+    """Returns a lane's environment. Allows bytecode files: otherwise each process would compile all modules."""
     return {**VARIABLES, **{name: value for name, value in given.items() if name != "PYTHONDONTWRITEBYTECODE"}}
 
 
@@ -233,7 +235,10 @@ class Run:
 
 @functools.cache
 def apart() -> tuple[str, ...]:
-    """A command prefix for an own /dev/shm; empty if that is impossible. The failure tests look for leftovers there."""
+    """Returns a command prefix that gives a lane its own /dev/shm, or () if that is impossible.
+
+    The failure tests look for leftover files in /dev/shm.
+    """
     if not os.path.isdir(SHARED_MEMORY):
         return ()
     found = os.statvfs(SHARED_MEMORY)

@@ -1,5 +1,7 @@
-"""Programs forked from the fork server, which saves seconds of importing torch. They end by `os._exit`; tests
-of an interpreter's start or exit need real interpreters."""
+"""Runs programs as forks of the fork server, which saves seconds of importing torch.
+
+These programs end by `os._exit`. Tests of an interpreter's start or exit need real interpreters.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.workers import fork_context
 
 
 class Program:
-    """Like `python -c` with exactly `environment`. Its output can be read once it has ended."""
+    """A program that runs like `python -c`, with exactly `environment`. Its output can be read once it has ended."""
 
     def __init__(self, code: str, environment: Mapping[str, str], umask: int | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="program-")
@@ -81,7 +83,7 @@ def _run(code: str, environment: dict[str, str], umask: int | None, folder: str)
 def run_in_ranks(
     code: str, environment: Mapping[str, str], size: int, timeout_s: float
 ) -> list[tuple[int | None, str]]:
-    """With torchrun's variables. Returns the exit codes and outputs."""
+    """Runs the code in `size` processes with torchrun's variables. Returns their exit codes and outputs."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     programs = []
     for rank in range(size):
@@ -99,7 +101,7 @@ def run_in_ranks(
 
 
 def script(path: Path, arguments: Sequence[str]) -> str:
-    """Code that runs a script, but forks the Python scripts that it starts (`python -u`)."""
+    """Returns code that runs a script. If the script starts Python scripts (`python -u`), these are forked."""
     return (
         f"{_FORKING}sys.argv = {[str(path), *arguments]!r}\nsys.path.insert(0, {str(path.parent)!r})\n"
         f"runpy.run_path({str(path)!r}, run_name='__main__')\n"
@@ -112,12 +114,12 @@ def module(name: str, arguments: Sequence[str]) -> str:
 
 
 FORK_SERVERS = "from tests.programs import fork_servers\nfork_servers()\n"
-"""Put before a program's code, it makes `fork_servers` apply."""
+"""Prefix for a program's code. It calls `fork_servers`."""
 _FORKING = "import runpy, sys\nfrom tests.programs import fork_scripts\nfork_scripts()\n"
 
 
 def fork_scripts() -> None:
-    """This process starts `python -u SCRIPT ...` by a fork with torch. Other commands start as usual."""
+    """Makes this process start `python -u SCRIPT ...` as a fork that has torch. Other commands start as usual."""
     started = subprocess.Popen
 
     def start(args: Any, *more: Any, **options: Any) -> Any:
@@ -130,7 +132,7 @@ def fork_scripts() -> None:
 
 
 def fork_servers() -> None:
-    """As `fork_scripts`, for multiprocessing's fork server."""
+    """Makes this process start multiprocessing's fork servers as forks that have torch."""
     started = util.spawnv_passfds
 
     def start(path: Any, args: Any, passfds: Any) -> int:
@@ -145,14 +147,14 @@ def fork_servers() -> None:
 
 
 def wakeup_descriptors() -> list[int]:
-    """Forks keep both numbers of the signal pipe, so nothing else may use them there."""
+    """Returns both descriptors of the pipe for signals. Forks keep them, so no other file must get these numbers."""
     wakeup = sys.modules.get("device_communicators.base.wakeup")
     made = [wakeup._wakeup()] if wakeup is not None and wakeup._wakeup.cache_info().currsize else []
     return [number for each in made for number in (each.reader, each.writer)]
 
 
 def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
-    """Like in a new interpreter, only a fork server's own descriptors and handlers remain."""
+    """Runs a fork server in this fork. Closes other descriptors and resets signal handlers, as a new program does."""
     try:
         kept = sorted({0, 1, 2, *descriptors, *wakeup_descriptors()})
         for before, after in zip(kept, [*kept[1:], 4096], strict=True):
@@ -170,7 +172,7 @@ def _serve_forks(code: str, descriptors: Sequence[int]) -> None:
 
 
 class _Forked:
-    """The used part of Popen, for output to this process's streams or a file."""
+    """A forked process with the methods of Popen that tests use. Writes to this process's streams or a file."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from tests.extent import LONG
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".txt")
 COLLECTED = "TESTS_COLLECTED_FILE"
-"""The file to which a run of pytest appends the ids of the collected tests."""
+"""Environment variable that names a file. A run of pytest appends the ids of the collected tests to this file."""
 _WITHDRAWN = "withdrawn:"
 _TRANSPORTS = {
     "shared memory": ("shared memory", "shared_memory"),
@@ -40,13 +40,13 @@ _TRANSPORTS = {
     "hosts": ("two hosts", "hierarchical", "hosts", "test_links.py", "row_50"),
     "simulated": ("simulated",),
 }
-"""Words of test ids and file names for each transport."""
+"""For each transport, the words that identify it in test ids and file names."""
 _DOORS = {
     "launcher": ("launch", "torchrun"),
     "start": ("meeting", "setup", "at_start", "many_jobs"),
     "torch.distributed": ("c10d", "torch.distributed", "over torch"),
 }
-"""The first match counts."""
+"""For each way to make groups, the words that identify it in test ids. The first match counts."""
 _LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layouts.py")
 
 

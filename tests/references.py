@@ -1,6 +1,8 @@
-"""Files of other programs, as oracles or for compiling, from wheels. `python tests/references.py` fetches what
-the cache lacks. Range requests fetch single files: vLLM's wheel alone has 336 MB. pip finds the wheels, so
-its configuration applies."""
+"""Fetches single files of other projects, from wheels. Tests compare with these files or compile with them.
+
+`python tests/references.py` fetches the files that the cache lacks. Range requests fetch single files, because vLLM's
+wheel alone has 336 MB. pip finds the wheels, so pip's configuration applies.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,9 @@ class Reference:
     version: str
     path: str
     sha256: str = ""
-    """Empty if the commit in `url` determines the file."""
+    """The file's digest. Empty if `url` contains a commit, which determines the content."""
     url: str = ""
-    """The folder that `path` is in, for a file that is in no wheel."""
+    """The URL of the folder that contains `path`. Empty for a file in a wheel."""
 
     @property
     def cached(self) -> Path:
@@ -43,7 +45,7 @@ class Reference:
         return not self.sha256 or hashlib.sha256(self.cached.read_bytes()).hexdigest() == self.sha256
 
     def keep(self, content: bytes) -> None:
-        """Raises LookupError if the file's digest differs."""
+        """Writes the file to the cache. Raises LookupError if the file's digest differs."""
         found = hashlib.sha256(content).hexdigest()
         if self.sha256 and found != self.sha256:
             raise LookupError(f"{self.path} must have the digest {self.sha256}, but has {found}")
@@ -53,7 +55,7 @@ class Reference:
         part.replace(self.cached)
 
     def path_in_cache(self) -> Path:
-        """If the cache lacks the file, skips the test, or fails it in CI, which fetches."""
+        """Returns the file's path. If the cache lacks the file, skips the test; in CI, fails the test."""
         if not self.is_cached():
             reason = f"{self.project} {self.version} isn't in {CACHE}; python tests/references.py fetches it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
@@ -179,12 +181,12 @@ NVRTC_OF_CUDA_12 = (
         "6507cf33450cfb22970c2c1e7aa8e7c0a33e39d864720277b05f61a92791e2e8",
     ),
 )
-"""The compilers of torch 2.11 to 2.14, and of CUDA 12. The environment has the newest one."""
+"""The compiler of CUDA 12. NVRTC_OF_TORCH is that of torch 2.11 to 2.14. The environment has a newer compiler."""
 ALL = (
     *NVRTC_OF_TORCH, *NVRTC_OF_CUDA_12, MEGATRON, VLLM, VLLM_CONFIG, VLLM_OPS, VLLM_UTILS, VLLM_QUEUE, SGLANG,
     SGLANG_WIDTHS, SGLANG_OPS, SGLANG_UTILS, SGLANG_DP_ATTENTION, FAIRSEQ2, TORCHTITAN, FAULT_TOLERANCE,
 )  # fmt: skip
-"""torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
+"""All files to fetch. torchtitan 0.2.2 is the last release with expert-tensor parallelism."""
 
 
 def fetch(references: Iterable[Reference]) -> list[str]:
@@ -223,7 +225,7 @@ def fetch(references: Iterable[Reference]) -> list[str]:
 
 
 def _download(reference: Reference) -> list[str]:
-    """For a file that is in no wheel; returns the problem, if there is one."""
+    """Downloads a file that is in no wheel. Returns a list with the problem, or an empty list."""
     try:
         with urllib.request.urlopen(reference.url + reference.path, timeout=_DOWNLOAD_S) as answer:
             reference.keep(answer.read())

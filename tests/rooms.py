@@ -1,5 +1,7 @@
-"""A room is a sub-package, or a file at a package's root. It may import the rooms in its row and,
-transitively, those in their rows. The docs draw this table."""
+"""Tables of allowed imports. A room is a sub-package, or a file at a package's root.
+
+A room can import the rooms in its row and, transitively, the rooms in their rows. The docs draw these tables.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ UPPER_ROOMS: dict[str, tuple[str, ...]] = {
     "compat": ("functions", "regions"),
     "tools": ("launch",),
 }
-"""Rooms of `parallel_state` may also import anything from `device_communicators`. Its root loads all rooms
-except tools and compat; `__main__` imports tools."""
+"""Rooms of `parallel_state` can also import anything from `device_communicators`. The root of `parallel_state` loads
+all rooms except tools and compat; `__main__` imports tools.
+"""
 
 
 def reachable(room: str, rooms: dict[str, tuple[str, ...]]) -> set[str]:
-    """Raises RecursionError if the table has a cycle."""
+    """Returns all rooms that a room can import. Raises RecursionError if the table has a cycle."""
     return {below for each in rooms[room] for below in (each, *reachable(each, rooms))}

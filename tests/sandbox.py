@@ -1,4 +1,4 @@
-"""Refuses system calls to a process for good, as container runtimes (EPERM) and old kernels (ENOSYS) do."""
+"""Makes system calls of a process fail permanently, as in container runtimes (EPERM) and old kernels (ENOSYS)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NUMBERS = {
     "sched_setscheduler": 144, "set_mempolicy": 238, "setns": 308, "signalfd4": 289, "statx": 332,
     "timerfd_create": 283, "unshare": 272, "userfaultfd": 323, "vfork": 58, "waitid": 247,
 }  # fmt: skip
-"""x86-64."""
+"""System call numbers of x86-64."""
 
 needs_filters = pytest.mark.skipif(platform.machine() != "x86_64", reason="its system call numbers are x86-64's")
 
@@ -34,7 +34,7 @@ class _Program(ctypes.Structure):
 
 
 def refuse(names: Sequence[str], code: int) -> None:
-    """Also for this process's threads and children."""
+    """Makes these system calls fail with error `code`, also in all threads and future children of this process."""
     steps = [(_LOAD, 0, 0, 0)]
     for place, name in enumerate(names):
         steps.append((_JUMP_IF_EQUAL, len(names) - place, 0, NUMBERS[name]))

@@ -1,5 +1,7 @@
-"""Writes the stubs of names and keywords that exist only at run time: `make stubs`.
-tests/unit/test_public_names.py compares them."""
+"""Writes stub files for names and keywords that exist only at run time: `make stubs`.
+
+tests/unit/test_public_names.py checks that the files are up to date.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def stubs() -> dict[Path, str]:
 
 
 def keywords() -> str:
-    """The keyword classes exist for type checkers only."""
+    """Returns a stub with classes of keyword arguments. These classes exist only for type checkers."""
     named = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     sizes = {name: "int | None" for row in BY_PARAMETER.items() for name in (row[0], row[1].name) if name not in named}
     options = {

@@ -2,10 +2,10 @@
 
     python -m tests.torch_suite BACKEND WORLD_SIZE [--of PART] [NAME…]    # a line of JSON a test; the log on stderr
 
-Tests that depend on the backend's name run as for gloo, or for MPI if only that is accepted. Each rank is forked from
+Tests that depend on the backend's name run as for gloo, or as for MPI if gloo isn't accepted. Each rank is forked from
 this process, which has all imports and no group. `--of rpc` runs the RPC tests that also make a process group, with 4
-ranks each. `--of fault_tolerance` runs those of groups whose members change, with 3 ranks each. They aren't in the
-wheel: see `tests/references.py`.
+ranks each. `--of fault_tolerance` runs the tests of groups whose members change, with 3 ranks each. These tests aren't
+in the wheel: see `tests/references.py`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SECONDS_A_TEST = 150
 class Outcome(NamedTuple):
     name: str
     outcome: str
-    """passed, failed or skipped."""
+    """The result: passed, failed or skipped."""
     reason: str
     seconds: float
 
 
 class _Opening(str):
-    """Also equals gloo's and MPI's name, and acts as gloo's in sets."""
+    """A backend's name that also equals "gloo" and "mpi", and has the hash of "gloo"."""
 
     def __eq__(self, other: object) -> bool:
         return other in ("gloo", "mpi") or str(self) == other
@@ -70,8 +70,10 @@ def run(
     log: Path,
     hosts: Sequence[int] = (),
 ) -> dict[str, Outcome]:
-    """All by default; appends output to `log`. `hosts`: PIDs in namespaces (`tests/hosts.py`) that the ranks
-    enter in turn."""
+    """Runs the named tests, or all, and returns their outcomes. Appends output to `log`.
+
+    `hosts`: PIDs of processes that hold namespaces (`tests/hosts.py`). The ranks enter these in turn.
+    """
     found = {}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chosen, open(log, "a", encoding="utf-8") as errors:
@@ -99,7 +101,7 @@ def run(
 
 
 def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """Their gates read the backend's name while they are defined."""
+    """Returns torch's tests for this backend. torch reads the backend's name while it defines them."""
     from torch.testing._internal import common_distributed
 
     common_distributed.DistTestCases.backend_feature["plugin"].add(backend)
@@ -118,7 +120,7 @@ def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
 
 
 def _rpc_tests() -> list[type[unittest.TestCase]]:
-    """With DDP under distributed autograd."""
+    """Returns the RPC tests, including those of DDP under distributed autograd."""
     suites = importlib.import_module(f"{_PACKAGE}.rpc_utils")
     agents = {
         "TensorPipe": ("tensorpipe_rpc_agent_test_fixture", suites.GENERIC_TESTS + suites.TENSORPIPE_TESTS),
@@ -133,7 +135,7 @@ def _rpc_tests() -> list[type[unittest.TestCase]]:
 
 
 def _fault_tolerance_tests(backend: str) -> list[type[unittest.TestCase]]:
-    """The class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
+    """Returns the test class that pytorch's test_c10d_fault_tolerance.py makes for a backend in its list."""
     beginning = "FAULT_TOLERANCE_BACKENDS = [\n"
     source = FAULT_TOLERANCE.path_in_cache().read_text()
     assert beginning in source, f"{FAULT_TOLERANCE.path} has changed"
@@ -163,7 +165,7 @@ def _on_host(host_pid: int, target: Any, *args: Any, **more: Any) -> None:
 
 
 def _make_groups_of(backend: str) -> None:
-    """Replaces gloo's world in tests that request it."""
+    """Makes init_process_group use this backend if a test requests gloo."""
     import torch.distributed as dist
 
     made = dist.init_process_group

@@ -1,6 +1,8 @@
-"""Checks the Python versions that pyproject.toml promises, and the newest torch: `make versions`. For each
-version: runs mypy; if the interpreter is found, compiles every file and runs the unit tests without torch.
-With the newest torch, runs the tests of `make check`."""
+"""Checks the Python versions that pyproject.toml promises, and the newest torch: `make versions`.
+
+For each Python version, runs mypy. If the interpreter is found, also compiles every file and runs the unit tests
+without torch. With the newest torch, runs the tests of `make check`.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def interpreters(version: str) -> Iterator[str]:
 
 
 def find_interpreter(version: str) -> str | None:
-    """The interpreter confirms its version: a shim may lack one."""
+    """Returns an interpreter's path, or None. Runs each candidate, because pyenv's shims can lack the version."""
     code = "import sys; print('{}.{}'.format(*sys.version_info))"
     for command in interpreters(version):
         if subprocess.run([command, "-c", code], capture_output=True, text=True).stdout.strip() == version:

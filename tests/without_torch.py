@@ -1,4 +1,6 @@
-"""A pytest plugin: imports the packages without their `__init__`, so that torch-free modules need no torch."""
+"""A pytest plugin for tests without torch. It imports the packages without running their `__init__`, because only
+the `__init__` files and some modules need torch.
+"""
 
 from __future__ import annotations
 

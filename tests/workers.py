@@ -1,6 +1,8 @@
-"""Processes that are started once per world size and run one function after another: `pool.run(function,
-argument, …, tp=2, pp=2)`. If a function raises on any rank, the test fails with every traceback. If it
-exceeds its deadline, its ranks are killed. Functions must be at module level."""
+"""Pools of processes that start once per world size and run one function after another.
+
+`pool.run(function, argument, …, tp=2, pp=2)` runs a function on every rank. If the function raises on any rank, the
+test fails with every traceback. If the deadline passes, the ranks are killed. Functions must be at module level.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ PRELOADED = (
     "parallel_state.groups.world",
     "device_communicators.cpu.host_memory",
 )
-"""The fork server imports these. None may call CUDA, or no rank could use CUDA."""
+"""Modules that the fork server imports. They must not call CUDA, because no forked rank could then use CUDA."""
 COMPILING = "any test that compiles"
 _SLOW_IMPORTS = {
     ("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"): (
@@ -46,12 +48,13 @@ _SLOW_IMPORTS = {
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
-"""Modules that take seconds to import -> tests that need them. The fork server imports them, unless torch has
-CUDA: torch's symmetric memory looks for Triton, which may call CUDA."""
+"""Maps modules that take seconds to import to the tests that need them. The fork server imports these modules, but not
+if torch has CUDA: torch's symmetric memory then looks for Triton, which can call CUDA.
+"""
 modules_of_tests: set[str] = set()
-"""Names without `.py`, set when the tests of a run are known."""
+"""The test files of this run, without `.py`. Set once the tests are known."""
 modules_of_new_ranks: set[str] = set()
-"""Modules whose tests start new ranks: preloading them saves 13 ms a rank."""
+"""Test modules that start new ranks. The fork server imports these, which saves 13 ms a rank."""
 
 
 def fork_context() -> Any:

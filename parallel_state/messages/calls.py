@@ -160,8 +160,8 @@ class MessageCalls(GroupFacts):
 
         - `all_gather_group`: a group whose ranks all hold the same tensors. Each rank sends one slice of each tensor
           that divides evenly. The receivers gather the slices over their own `all_gather_group`.
-        - `all_gather_tensors`: `{"residual": False}` sends that tensor whole. Needed if it differs between these ranks.
-        - `spec`: describes the dict in advance; the receiver passes an equal spec. The call can then be compiled.
+        - `all_gather_tensors`: `{"residual": False}` sends this tensor whole, because it differs between these ranks.
+        - `spec`: describes the dict. The receiver passes an equal spec, and torch.compile can compile the call.
         """
         self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():
@@ -209,7 +209,7 @@ class MessageCalls(GroupFacts):
           that sender are copied, too.
 
         Raises CollectiveMismatchError if the sender of CPU tensors passed another spec. Raises InvalidArgumentError for
-        `out` together with `views`, or if `out` doesn't fit the dict. Without `spec`, the dict is then lost.
+        `out` together with `views`, or if `out` doesn't fit the dict. A dict without `spec` is then lost.
         """
         self._check_options("recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
         buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
@@ -315,7 +315,7 @@ class MessageCalls(GroupFacts):
         return src
 
     def _check_message(self, operation: str) -> None:
-        """Raises if the group lacks a gloo group that messages need. Sender and receiver alone can't create one."""
+        """Raises if messages need a gloo group that doesn't exist yet. Sender and receiver alone can't create it."""
         checks.check_no_transform(self.context, operation)
         self.context.check_cpu_group(operation)
 

@@ -100,7 +100,7 @@ class ReceiveHandle:
     def wait(self) -> Any:
         """Waits for the object and returns it; can be called again.
 
-        Raises RemoteError if the sender sent an error, or the transfer's error.
+        Raises RemoteError if the sender sent an error, or the error of a failed transfer.
         """
         self.take_in()
         if self._error is not None:

@@ -1,4 +1,7 @@
-"""Carries messages through the compiled library, or as transfers. Device tensors are always transfers."""
+"""Carries messages through the compiled library, or as transfers (send, receive, broadcast).
+
+Tensors on a device such as a GPU are always sent as transfers.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,8 @@ class Medium(Protocol):
     ) -> Outgoing | Handle | bool:
         """Tries to send the object, and returns True if it was sent. Waits only if `waits` is set.
 
-        Otherwise returns the encoded message, or the handle of a started send, or False: the caller must then encode
-        the object.
+        Returns False if the caller must encode the object. Otherwise returns the encoded message, or the handle of a
+        started send.
         """
         return False
 
@@ -81,7 +84,7 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the group's medium. All ranks choose the same, as they agreed when the group was made."""
+    """Returns the group's medium. All ranks choose the same, because they agreed when the group was made."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -97,7 +100,10 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the number of the caller's method. During a call with a spec, an earlier started receive has no spec."""
+    """Returns the number of the calling method.
+
+    A call with a spec can complete a receive that was started earlier. That receive counts as one without a spec.
+    """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
@@ -198,7 +204,7 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels` is None if only each host's first rank is connected. Messages to one rank are then transfers."""
+        """`channels` is None if just each host's first rank is connected. Messages to one rank then are transfers."""
         super().__init__(route)
         self.channels = channels
         self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
@@ -298,7 +304,7 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Orders a broadcast among the group's collectives: a rank in a collective doesn't read the message queue."""
+        """Fixes a broadcast's order among collectives: a rank in a collective doesn't read the message queue."""
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)
 

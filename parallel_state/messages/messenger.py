@@ -194,7 +194,7 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Keeps a started send until it ends. If there are too many, waits for the oldest."""
+        """Keeps a started send until it ends. If too many sends are started, waits for the oldest."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -403,7 +403,7 @@ class Messenger:
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:
-        """Waits some seconds for sends that no caller waited for. Returns True if all of them are complete."""
+        """Waits up to 5 s for sends that no caller waited for. Returns True if all of them are complete."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:

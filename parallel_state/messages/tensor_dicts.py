@@ -313,7 +313,7 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Sends or receives by the registered op. Eager calls with plain CPU tensors use the messenger directly.
+    """Calls `op`, a torch op that sends or receives. Eager calls with plain CPU tensors use the messenger instead.
 
     `began`: the start time of this call, if C++ attempted the call before.
     """

@@ -52,9 +52,9 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Received tensors of this size use memory of the group: page faults in new memory cost more than the message."""
+"""Received tensors from this size on use the group's memory: page faults of new memory cost more than the message."""
 LENT_BYTES = 128 << 10
-"""The smallest tensor that a sender lends. Equals `Lender::kLeastBytes` in csrc/loans.h."""
+"""Receivers can get views of a sender's tensors from this size on. Equals `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
 """The values of `Outcome` in csrc/messages.h."""
 STARTED = 4
@@ -75,7 +75,7 @@ class AllGatherGroup(Protocol):
 class Header(NamedTuple):
     kind: int
     slices: int
-    """Number of slices of each sliced tensor; can be 0 if no tensor is sliced."""
+    """Number of slices of each sliced tensor; 0 if the sender has no all-gather group."""
     tensors: int
     body_bytes: int
     tensor_bytes: int
@@ -171,7 +171,7 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns this rank's slice, or None if `group` is invalid. `encode` then returns the error."""
+    """Returns which slice this rank sends, or None if `group` is invalid. `encode` then returns the error."""
     if group is None:
         return WHOLE
     size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
@@ -216,7 +216,7 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Reads the header in a frame. Raises MessageDecodeError if it is malformed, RemoteError for a sender's error."""
+    """Reads a frame's header. Raises MessageDecodeError for a bad frame, or RemoteError if the sender sent an error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -253,7 +253,7 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """Returns the head for tensors of a spec. `form` is the spec's text or digest.
+    """Returns the head of a message with the tensors of a spec. `form` is the spec's text or digest.
 
     `write_list_head` in csrc/messages.h writes the same head.
     """
@@ -362,7 +362,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
     """Returns a copy of the dict, and the ids of the tensors to send whole.
 
-    These tensors are made dense, because the codec would replace others by dense copies with another id.
+    The copy has these tensors in dense form: the codec would replace others by dense tensors with other ids.
     """
     tensors = tensors.copy()
     whole = set()
@@ -408,7 +408,7 @@ def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequen
 
 
 def device_for(device_type: str, own: torch.device) -> torch.device:
-    """Returns the device to receive on: this rank's own device if that has the sender's device type."""
+    """Returns the device to receive on. If this rank's own device has the sender's device type, returns that device."""
     if device_type == "cpu":
         return CPU
     return own if own.type == device_type else torch.device(device_type)

@@ -39,8 +39,8 @@ class Encoded(NamedTuple):
 def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
     """Encodes an object. Raises MessageEncodeError with the path of keys to a value that can't be sent.
 
-    The returned tensors are detached, not copied. With `allow_pickle`, values of unknown types are pickled.
-    Subclasses of known types are unknown types.
+    The returned tensors are detached, not copied. With `allow_pickle`, values of other types are pickled,
+    including subclasses of known types.
     """
     try:
         try:

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 
 MOST_NUMBERS = 256
-"""A larger dict that has keys other than str and bytes is encoded as an Ext, to limit its decoding time."""
+"""A dict with more keys than this, not all str or bytes, is encoded as an Ext, to limit the decoding time."""
 _UNCHECKED_BYTES = 16 << 10
-"""Smaller message bodies are decoded unchecked: keys with colliding hashes cost only some milliseconds there."""
+"""Larger message bodies are decoded only after `_key_check`. In smaller ones, dict keys with colliding hashes cost only
+some milliseconds."""
 _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
@@ -106,7 +107,7 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """Packs values for msgpack. `careful` also checks, slowly, each int and str that msgpack might not represent."""
+    """Packs values for msgpack. With `careful`, checks that msgpack can represent each int and str; this is slower."""
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
@@ -317,7 +318,7 @@ class Decoder:
         self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
-        """Decodes a message's body. MAX_DEPTH limits only Exts; plain lists nested too deep raise RecursionError."""
+        """Decodes a message's body. MAX_DEPTH limits nested Exts; plain lists nested too deep raise RecursionError."""
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
