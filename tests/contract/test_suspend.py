@@ -31,7 +31,8 @@ def _shared_bytes() -> int:
 
 
 def _resident_shared_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    line = next(line for line in lines if line.startswith("RssShmem"))
     return int(line.split()[1]) << 10
 
 

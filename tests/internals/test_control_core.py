@@ -71,7 +71,7 @@ def test_any_fault_at_any_moment(ranks: int, seeds: int) -> None:
         for done in (each.result() for each in halves):
             assert done.returncode == 0, done.stdout
             assert f"{half} seeds" in done.stdout and "all holds" in done.stdout
-        made.write_text("all holds\n")
+        made.write_text("all holds\n", encoding="utf-8")
 
     kept(f"control_simulated_{ranks}", [ranks, seeds], [program], simulate)
 
