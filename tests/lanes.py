@@ -117,9 +117,9 @@ WITH_RANKS = (
     *FUZZING,
     *RANKS,
     *_files(
-        "tests/internals", "test_bench_command", "test_benchmarks", "test_collectives_ranks", "test_commands",
-        "test_domains", "test_host_names", "test_meeting", "test_progress", "test_roll", "test_signals",
-        "test_store_answers",
+        "tests/internals", "test_agreement", "test_bench_command", "test_benchmarks", "test_collectives_ranks",
+        "test_commands", "test_domains", "test_host_names", "test_meeting", "test_nccl_deadlines", "test_progress",
+        "test_reports", "test_roll", "test_signals", "test_store_answers", "test_streams", "test_waiting",
     ),
 )  # fmt: skip
 CHECK = (
@@ -127,7 +127,7 @@ CHECK = (
     Lane(
         "some",
         (
-            *_files("tests/contract", "test_state", "test_send_recv"),
+            "tests/contract/test_send_recv.py",
             "tests/contract/test_all_reduce.py::test_all_reduce",
             "tests/failure/test_mismatches.py::test_rows_06_to_10_calls_that_differ",
         ),

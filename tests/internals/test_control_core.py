@@ -52,6 +52,20 @@ def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=DEADLINE_S)
 
 
+def _check(name: str, *runs: Sequence[object]) -> None:
+    """Runs a program once for each list of arguments, at once. Caches success: it depends on nothing else."""
+    program = _program(name)
+
+    def run(made: Path) -> None:
+        with ThreadPoolExecutor() as threads:
+            done = list(threads.map(lambda arguments: _run(program, *arguments), runs))
+        for each in done:
+            assert each.returncode == 0, each.stdout
+        made.write_text("".join(each.stdout for each in done), encoding="utf-8")
+
+    kept(f"control_{name}_run", runs, [program], run)
+
+
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
     # 0.13 s a seed with 1,000 ranks
@@ -60,25 +74,12 @@ def _run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     else [(5, 30_000), (16, 10_000), (96, 1000), (1000, 10_000)],
 )
 def test_any_fault_at_any_moment(ranks: int, seeds: int) -> None:
-    program, half = _program("simulator"), seeds // 2
-
-    def simulate(made: Path) -> None:
-        with ThreadPoolExecutor(2) as threads:
-            halves = [
-                threads.submit(_run, program, "--ranks", ranks, "--seed", seed, "--seeds", half)
-                for seed in (1, 1 + half)
-            ]
-        for done in (each.result() for each in halves):
-            assert done.returncode == 0, done.stdout
-            assert f"{half} seeds" in done.stdout and "all holds" in done.stdout
-        made.write_text("all holds\n", encoding="utf-8")
-
-    kept(f"control_simulated_{ranks}", [ranks, seeds], [program], simulate)
+    half = seeds // 2
+    _check("simulator", *(("--ranks", ranks, "--seed", seed, "--seeds", half) for seed in (1, 1 + half)))
 
 
 def test_single_cases() -> None:
-    done = _run(_program("cases"))
-    assert done.returncode == 0, done.stdout
+    _check("cases", ())
 
 
 @pytest.mark.slow
@@ -91,16 +92,14 @@ def test_mutated_bytes_and_any_events_under_sanitizers() -> None:
 @pytest.mark.parametrize(("ranks", "hosts", "seed"), [(1024, 128, 1), (1024, 128, 4), (64, 8, 81), (64, 16, 332)])
 def test_a_job_ends_with_one_farewell_a_connection(ranks: int, hosts: int, seed: int) -> None:
     drawn = () if ranks == 64 else ("--hosts", hosts)
-    done = _run(_program("simulator"), "--ranks", ranks, *drawn, "--fault", "storm", "--seed", seed)
-    assert done.returncode == 0, done.stdout
+    _check("simulator", ("--ranks", ranks, *drawn, "--fault", "storm", "--seed", seed))
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(5, 2), (16, 4), (24, 6)])
 def test_ranks_that_leave_one_by_one_are_not_taken_for_dead(ranks: int, hosts: int) -> None:
     """In seed 166 of 16 ranks, a lead leaves, then its successor, and the last rank of the host is killed at once."""
     seeds = 2000 if LONG else 200
-    done = _run(_program("simulator"), "--ranks", ranks, "--hosts", hosts, "--fault", "leave", "--seeds", seeds)
-    assert done.returncode == 0, done.stdout
+    _check("simulator", ("--ranks", ranks, "--hosts", hosts, "--fault", "leave", "--seeds", seeds))
 
 
 def test_a_seed_replays() -> None:
