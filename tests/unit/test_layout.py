@@ -386,6 +386,7 @@ def resolved_layouts(draw: st.DrawFn) -> Layout:
     )
 
 
+@pytest.mark.slow
 @many
 @given(resolved_layouts())
 def test_what_a_layout_says_of_each_group_agrees(layout: Layout) -> None:
