@@ -19,8 +19,8 @@ from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
 LAST_WORD_S = 0.5
-"""Time to publish a failure before the error is raised. A larger value would delay the error beyond
-the timeout + 1 s.
+"""Extra time after a call's deadline in which the failure is published through the store. The error is raised only
+afterwards, at most 1 s after the timeout.
 """
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
@@ -67,7 +67,7 @@ class BoundedStore:
         connection: _Connection | None = None,
     ) -> None:
         self.raw = store
-        """The torch store, for torch's own functions. Callers of such functions must limit the time themselves."""
+        """The wrapped torch store, which can be passed to torch's functions. Its operations have no deadline."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended

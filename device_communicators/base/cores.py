@@ -51,7 +51,9 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
 
 @functools.cache
 def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
-    """Returns the NUMA node and the cache that contain all these cores. Later calls use the first result."""
+    """Returns the NUMA node and the cache that contain all these cores. The result for each set of cores is computed
+    only once.
+    """
     nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)
@@ -168,11 +170,11 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns how many ranks each area has, or 0 if ranks can't be divided. `by`: "nodes" (NUMA), or "caches" within
-    one node.
+    """Returns the number of ranks in each area, or 0 if the ranks can't be divided into areas. `areas` has one entry
+    for each rank. `by` is "nodes" (NUMA), "caches" (NUMA nodes, or the caches of a single node) or "off".
 
-    Each area must have the same number of ranks, at least two, and these must be consecutive: sums are first formed
-    within an area.
+    Each area must contain the same number of consecutive ranks, at least two, because reductions first sum within each
+    area.
     """
     if by == "off":
         return 0

@@ -128,7 +128,7 @@ class CommunicationError(ParallelStateError, RuntimeError):
 
 
 _ELAPSED = re.compile(r" after \d+\.\d{3} s\b")
-"""Finds the call's duration in a message, as the first match."""
+"""Matches a duration. The first match in an error's message is the duration of the call."""
 
 
 class PeerDiedError(CommunicationError):
@@ -191,9 +191,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def int_advice(value: object) -> str:
-    """Returns advice to pass a Python int if `value` is an integer of numpy or torch or a string with a number; else
-    "".
-    """
+    """Returns advice to pass an int if `value` is a NumPy or torch integer, or a string with a number; else ""."""
     if isinstance(value, int):
         return ""
     try:

@@ -22,8 +22,8 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Calls `leave` in each forked child; `leave` returns True if the parent had groups. Only the first call has an
-    effect.
+    """Calls `leave` in each forked child; `leave` returns True if the parent had groups. Only the first call of `watch`
+    has an effect.
     """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave

@@ -16,8 +16,8 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Highest limit that the library sets: enough for 13,000 groups. A container's limit of 10⁹ would make programs that
-close every number take minutes.
+"""Highest limit that the library sets, which is enough for 13,000 groups. Containers allow 10⁹, but then programs that
+close every possible descriptor would take minutes.
 """
 _TEXTS = {
     "Too many open files": errno.EMFILE,
@@ -166,8 +166,8 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns whether a sandbox makes clone3 fail with EPERM. glibc then can't create threads, because it falls back to
-    clone only after ENOSYS. Otherwise this call with invalid arguments fails with EINVAL.
+    """Returns True if a sandbox makes clone3 fail with EPERM. glibc then can't create threads, because it falls back to
+    clone only after ENOSYS. Calls clone3 with invalid arguments, which fail with EINVAL without a sandbox.
     """
     if sys.platform != "linux":
         return False

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from device_communicators.base.limits import naming_shortages  # imported early: later no descriptor may be left
 
 Names = Mapping[str, Sequence[str]]
-"""Maps a module to its public names. The value can name a submodule of the package itself."""
+"""Maps the name of a module to the public names that it defines. A public name can also stand for the module itself."""
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
@@ -32,8 +32,8 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Sets `__module__` of loaded public classes to the package `root`. Resolves their annotations first, because
-    `typing.get_type_hints` then looks in `root`.
+    """Makes loaded public classes report the package `root` as their `__module__`. Resolves their annotations before,
+    because `typing.get_type_hints` looks up names in `__module__`.
     """
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():

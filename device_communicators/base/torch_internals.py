@@ -218,7 +218,7 @@ def name_ranks(group: Any) -> None:
     """Sets the ranks in the NCCL group's options. Call this before the default group is split.
 
     torch sets these ranks only for a process's first NCCL group. For a later group, a split reads past the end of an
-    empty list and crashes (pytorch #192109; seen with 2.11). Not run on a GPU.
+    empty list and crashes (pytorch #192109; seen with 2.11). This function wasn't tested on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -252,7 +252,7 @@ def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None
     """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. `find=None` restores torch's
     own stores.
 
-    Does nothing if torch has no `_create_c10d_store`; `rendezvous.meet` works even then.
+    Does nothing if torch lacks `_create_c10d_store`; `rendezvous.meet` works without it.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -335,8 +335,8 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Makes dynamo skip this function's frames. Otherwise dynamo could trace a kernel when a frame that dynamo can't
-    trace calls the op.
+    """Makes torch.compile leave this function to the interpreter. Otherwise, when untraced code calls an op, dynamo
+    could start to trace the op's kernel.
     """
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
@@ -419,8 +419,8 @@ def order_in_graph(
     """Keeps the order of ops in a traced graph: each op writes to a token, and each graph has its own copy of the
     token.
 
-    If ops wrote to the caller's token, that would be a mutated input. An exported program must not mutate a constant,
-    and a partitioner without in-graph mutation treats the token after the backward as an output of the forward.
+    Writes to the caller's token would mutate an input of the graph. An exported program must not mutate a constant. A
+    partitioner that can't mutate inputs in the graph would make the backward's token an output of the forward.
 
     The op's results must be saved, because recomputed collectives have no order relative to the backward's collectives.
     An activation budget of 0, or a checkpoint that recomputes, repeats all ops in their order.
@@ -463,7 +463,9 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the copy of `token` in the graph: one for each device and each tracer of `mode`."""
+    """Returns the graph's copy of `token`, which is created at first use. `mode` keeps one copy for each device and
+    each tracer.
+    """
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
     tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
@@ -487,8 +489,8 @@ def in_forward_mode() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `apply` within one level of torch.func. torch would reject functions without a vmap rule, but the
-    dispatcher handles the other levels afterwards.
+    """Calls `apply` for the innermost torch.func transform only. The dispatcher then handles the outer transforms.
+    Otherwise torch would reject functions that have no vmap rule.
     """
     from torch._functorch.utils import enable_single_level_autograd_function
 

@@ -74,8 +74,8 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Gives the new descriptor the number `old` if that still belongs to the pipe `inode`. Returns the descriptor's
-    number.
+    """Moves the descriptor `new` to the number `old`, if `old` is still open on the pipe with this inode. Returns the
+    resulting descriptor.
     """
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
