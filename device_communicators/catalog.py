@@ -27,7 +27,7 @@ class Paths(NamedTuple):
     eager: str
     compiled: str
     captured: str | None
-    """How a captured call runs. None if the CPU runs the call, which then can't be captured."""
+    """Describes how a captured call runs. None if the CPU runs the call, which then can't be captured."""
 
 
 OP = Paths("registered op, Python", "the same op", None)
@@ -57,8 +57,8 @@ class Row:
     communicator on all ranks.
     """
     agree: Callable[[GroupContext], str | None] | None = None
-    """Finds out on all ranks whether the group can use the communicator. Returns the reason why not, or None, equally
-    on all ranks. Every rank calls this.
+    """Returns the reason why the group can't use the communicator, or None, equally on all ranks. The ranks communicate
+    to find this out, so every rank calls this.
     """
     simulated: bool = False
     fake: bool = False

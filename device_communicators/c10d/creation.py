@@ -37,7 +37,7 @@ from device_communicators.routing.failures import counted_from_begin
 logger = logging.getLogger("parallel_state")
 
 _HOOKS_LIMIT = timedelta(seconds=32)
-"""Twice the default of TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC."""
+"""Longest wait at exit for torch's failure hooks. Twice the default of TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC."""
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
@@ -72,8 +72,8 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Creates the backend of a group; every rank of the group calls this. `world`: a new world that begins with this
-    group.
+    """Creates the backend of a group. Every rank of the group calls this. `world`: the group's failure domain; by
+    default the current world, or a new world.
 
     If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
     Raises CommunicationError if ranks are missing.
@@ -146,7 +146,7 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """Creates a gloo group instead, and logs a warning: gloo detects deaths only by broken connections and at
+    """Creates the group over gloo. Logs a warning, because gloo detects deaths only by broken connections and at
     deadlines.
     """
     world.end_watch()
@@ -167,8 +167,8 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
 
 @atexit.register
 def _shut_down() -> None:
-    """Stops the backend's threads before the interpreter ends. After an uncaught exception the groups aren't left:
-    peers must detect a death.
+    """Closes all groups and their threads before the interpreter exits. After an uncaught exception, doesn't announce
+    that this rank leaves, so that peers report a death.
     """
     for group in list(_GROUPS):
         group.has_crashed = getattr(sys, "last_value", None) is not None

@@ -22,7 +22,7 @@ SOURCES = Path(__file__).parent / "csrc"
 _NAME = "parallel_state_c10d"
 _IMPORTING = threading.Lock()
 _NO_TIMEOUT = Timeout(0.0)
-"""A timeout of 0 s, to which `extended_deadline` adds its seconds."""
+"""A timeout of 0 s plus the seconds of `extended_deadline`. The compiled module adds this to its timeouts."""
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
@@ -65,7 +65,7 @@ def compile_ahead() -> None:
 
 
 def recipe() -> Recipe:
-    """Returns how to compile the module. Raises BuildError if Python's headers are missing."""
+    """Returns the sources and compiler flags of the module. Raises BuildError if Python's headers are missing."""
     sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")

@@ -1,4 +1,4 @@
-"""The Python part of one group of the backend. The compiled class calls it to make errors and for gloo."""
+"""The Python part of one group of the backend. The compiled class calls this part to create errors and to use gloo."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """Connects the group's ranks. `is_worlds`: True if `world` begins and ends with this group."""
+        """Connects the group's ranks. `is_worlds`: True if closing this group also closes `world`."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -140,7 +140,7 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[int], None] = lambda error_type: None
-        """Reports a failure to the compiled backend, which sets this and the next two functions."""
+        """Reports a failure to the compiled backend, which replaces `note_failure`, `shut_down` and `logged_calls`."""
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
         world.watcher.on_death.append(self._note_death)
@@ -216,7 +216,7 @@ class Group:
             set_backend_timeout(self._gloo, timeout)
 
     def suspend(self, is_busy: bool) -> None:
-        """Returns the memory of calls to the system. Every rank calls this. Raises UsageError on all ranks if any rank
+        """Frees the memory of calls until `resume`. Every rank calls this. Raises UsageError on all ranks if any rank
         is busy.
         """
         self.context.agree_on("suspend", "a call under way" if is_busy else self._memory.unread())
@@ -253,7 +253,9 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Returns the library's path and the number of a compiled group of this only rank, for torch's windows."""
+        """Returns the library's path and the number of a compiled group that contains only this rank. torch's windows
+        use this group.
+        """
         if self._alone is None:
             self._alone = group_of_one(self.context)
         return str(self._alone.library.path), self._alone.number

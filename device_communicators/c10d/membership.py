@@ -112,7 +112,7 @@ class Membership:
         self._store: ControlStore | None = None
         """The group's store, which torch doesn't keep alive."""
         self._problem = ""
-        """Why there is no group; empty before the first `reconfigure`."""
+        """Reason why there is no group; empty before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:

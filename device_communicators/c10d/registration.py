@@ -23,7 +23,9 @@ from device_communicators.base.torch_internals import (
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""Packages that see the backend's true name, because they create further groups with this name."""
+"""Packages for which `dist.get_backend` returns "parallel_state", because they create groups with this name. Other
+callers get "gloo".
+"""
 
 
 def register() -> None:

@@ -35,8 +35,8 @@ class World:
         may_borrow: bool = True,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Creates a failure domain of `ranks` (global). `caller`: function that errors name. `may_borrow`: True to
-        share a watcher of the same ranks. `check`: see `meet` in cpu/watching.py.
+        """Creates a failure domain of `ranks` (global). Errors name the function `caller`. `may_borrow`: True to share
+        an existing watcher of the same ranks. `check`: see `meet` in cpu/watching.py.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._check = caller, check
@@ -57,7 +57,9 @@ class World:
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the current world if it contains these ranks; else creates a world."""
+        """Returns the current world if it contains these ranks; else creates a world. The default group (`is_default`)
+        always gets a new world.
+        """
         with _LOCK:
             current = cls._current
             if not is_default and current is not None and current.domain.ranks.issuperset(ranks):

@@ -55,8 +55,8 @@ MOST_TOKEN_BYTES = 64
 """Block size of HMAC-SHA-256, which would first hash a longer token."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Targets of links in /proc/PID/fd that show a process's control-plane memory. The second is used if memfd_create
-fails.
+"""Prefixes of link targets in /proc/PID/fd. Such a link leads to a process's control-plane memory. The second prefix is
+used if memfd_create fails.
 """
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """Values of EndFlag in csrc/core.h."""
@@ -80,7 +80,9 @@ def greeter(greeting: bytes) -> int:
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
-"""A reply, or a function that later passes the reply to its argument, which sends the reply."""
+"""A reply, or a function that sends the reply later. The function gets a callback and passes the reply to this
+callback.
+"""
 
 _OPEN: WeakSet[World] = WeakSet()
 
@@ -216,8 +218,9 @@ class World:
     ) -> None:
         """Joins the world, and returns without waiting for other members. Every member must pass the same members.
 
-        `on_change` can report this rank, too. `on_question` gets rank -1 if a process outside the world asks with the
-        right token. `look` is called every 0.4 s. One thread calls all callbacks, so they must be quick.
+        `on_change` gets changes of all ranks, including this rank. `on_question` answers questions of other processes;
+        it gets rank -1 if a process outside the world asks with the right token. `look` is called every 0.4 s. One
+        thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -358,8 +361,8 @@ class World:
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """Ends the waits of a group in C++ when a rank of `domain` dies. `ranks`: the group's ranks on this host, in
-        the group's order.
+        """Makes the waits of the C++ group `group` end when a rank of `domain` dies. `ranks`: the group's ranks on this
+        host, in the group's order.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
