@@ -10,7 +10,9 @@ _STOPPED = {
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
     "Z": "exited, and its parent has not waited for it",
 }
-"""Reasons by the state's letter in /proc/PID/stat. A process in any other state runs or sleeps normally."""
+"""Reasons why a process doesn't run, by the letter of its state in /proc/PID/stat. A process in any other state runs or
+sleeps normally.
+"""
 _SWAPPED_BYTES = 256 << 20
 
 

@@ -97,8 +97,8 @@ class FailureDomain:
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root` names the domain, equally on all ranks; "" is the world. `is_root`: True if groups split from this
-        group get domains of their own.
+        """Creates a domain of `ranks`. `root` names the domain, equally on all ranks; "" is the world. `is_root`: True
+        if groups split from the domain's group get domains of their own.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -186,13 +186,13 @@ class Watcher:
         self._stores: dict[int, BoundedStore] = {}
         """Stores by serving rank, kept here because torch's groups don't keep them alive."""
         self._name = ""
-        """Name of a scope; empty for the watcher that opened the control plane."""
+        """Name of this watcher if it is a scope (see `join`); empty for the watcher that opened the control plane."""
         self._all = [self]
-        """The watcher that opened the control plane, then its scopes; see `join`."""
+        """All watchers of this control plane: the watcher that opened it, then its scopes (see `join`)."""
 
     @property
     def problem(self) -> str:
-        """Returns why there is no control plane. Meaningless if there is one."""
+        """Returns the reason why there is no control plane. Read this only if there is none."""
         return self._problem
 
     @property
@@ -219,7 +219,9 @@ class Watcher:
         return self._world.endpoint
 
     def answer_guests(self) -> None:
-        """Starts to answer questions of processes outside the world. Call this before the ranks have met."""
+        """Starts to answer questions of processes outside the world. Call this before `follow`, while ranks still wait
+        for each other.
+        """
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer, self._look)
@@ -392,8 +394,8 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Agrees with `ranks` by `World.agree`, which is cancelled if a rank of `watched` dies. Returns None without a
-        control plane.
+        """Sends `value` to `ranks` and returns the decision of `World.agree`. A death among `watched` cancels the
+        agreement. Returns None if there is no control plane.
         """
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:
@@ -518,7 +520,7 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if exits of all these ranks are detected at once."""
+        """Returns True if an exit of any of these ranks would be detected immediately."""
         return set(ranks) <= self._places.keys()
 
     def explain(self, ranks: Iterable[int]) -> str:
@@ -554,7 +556,9 @@ class Watcher:
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports to peers that this rank failed. Does nothing if the cause is a death that this rank knows."""
+        """Reports to peers that this rank failed. Does nothing if this rank has detected a death, which is then the
+        cause.
+        """
         world = self._world
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
@@ -597,8 +601,8 @@ class Watcher:
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
         """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
 
-        If a suspect on another host doesn't reply, waits up to the heartbeat limit + 2 heartbeats: that host has
-        perhaps declared this host unreachable, and then reports this.
+        If a suspect on another host doesn't reply, waits up to the heartbeat limit + 2 heartbeats. That host has
+        perhaps declared this host unreachable; its report arrives within this time.
         """
         found = self.await_death_of(ranks)
         if found or self._world is None:
@@ -613,8 +617,8 @@ class Watcher:
         return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """Reports ranks of this host that are about to exit, because the kernel takes seconds to
-        end a large process.
+        """Reports ranks of this host as dead if they are about to exit, because the kernel takes seconds to end a large
+        process.
         """
         world = self._world
         for rank, pid in self._pids.items():

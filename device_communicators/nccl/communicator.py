@@ -160,7 +160,7 @@ class NcclCommunicator(Communicator):
             )
 
     def connect(self, peer: int) -> None:
-        """Connects this rank with `peer`, which must call this, too. A capture of transfers needs this before."""
+        """Connects this rank with `peer`, which must call this, too. Call this before a capture of transfers."""
         self._link(peer)
 
     def _link(self, peer: int) -> Link:

@@ -42,8 +42,8 @@ class _StreamCalls:
     def __init__(self, make_marker: Callable[[], Marker]) -> None:
         self._markers = (make_marker(), make_marker())
         self._pending: list[PendingCall | None] = [None, None]
-        """Calls that perhaps aren't done. The oldest call keeps its marker, so that further calls don't extend its
-        deadline.
+        """The oldest and the latest of the calls that perhaps aren't done. A new call replaces only the latest, so that
+        the deadline of the oldest isn't extended.
         """
         self._oldest = 0
         self._lock = threading.Lock()
@@ -96,8 +96,8 @@ class Watch:
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """Records that NCCL returned from this thread's call. The deadline still applies to the call's work on
-        `stream`.
+        """Records that this thread's NCCL call returned. The deadline still applies to the work that the call enqueued
+        on `stream`.
         """
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
@@ -107,7 +107,7 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the streams of calls so far, without calls in captures."""
+        """Returns the CUDA streams on which calls enqueued work. Captured calls don't count."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:

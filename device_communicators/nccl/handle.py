@@ -1,8 +1,8 @@
 """Defines `Handle`, which is one ncclComm_t with its registered windows of memory.
 
-Only *non-blocking* communicators allow a deadline and an abort during set-up. But each later call on one starts a
-thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). Therefore ranks create a non-blocking
-communicator and split a blocking communicator from it.
+Only *non-blocking* communicators allow a deadline and an abort during set-up. But on such a communicator, each later
+call starts a thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). Therefore ranks create
+a non-blocking communicator and split a blocking communicator from it.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class Handle:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Waits for a call on `comm` and raises its error. With NCCL_COMM_BLOCKING=0 every call returns while still in
-        progress.
+        """Waits until a call on `comm` is complete, and raises the call's error. With NCCL_COMM_BLOCKING=0, calls
+        return before they are complete.
         """
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):

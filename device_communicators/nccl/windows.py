@@ -98,7 +98,7 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Belongs to a tensor's memory. When no tensor uses the memory, marks the block as released on this rank."""
+    """Marks a block as released on this rank when the tensor memory that owns this object is freed."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number
@@ -111,7 +111,7 @@ class Lease:
 class Windows:
     def __init__(self, context: GroupContext, library: NcclLibrary, streams: CudaStreams) -> None:
         self.problem: str | None = None
-        """Why registered memory is unavailable, or None. Equal on all ranks."""
+        """Reason why registered memory is unavailable, or None. Equal on all ranks."""
         self._context = context
         self._library = library
         self._streams = streams
@@ -123,7 +123,7 @@ class Windows:
         self._returned: deque[int] = deque()
         """Blocks that this rank has released since the last `_collect`."""
         self._free: set[int] = set()
-        """Blocks that this rank has released, but perhaps not all ranks."""
+        """Blocks that this rank has released, but that perhaps other ranks still use."""
         self._allocated_on: set[int] = set()
         self._warned = False
 

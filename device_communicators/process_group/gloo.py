@@ -1,4 +1,5 @@
-"""Runs calls on CPU tensors over gloo. Last in every route, for groups in which a rank lacks the native library.
+"""Runs calls on CPU tensors over gloo. This communicator is the last of every route: groups use it if a rank lacks the
+native library.
 
 gloo doesn't check that ranks are in the same call. The route compares their calls in debug mode only.
 """

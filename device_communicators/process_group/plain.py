@@ -43,8 +43,8 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """Returns a work whose wait ends when a rank dies, for a CPU call. Work of another device is returned
-        unchanged. If `work` is None, the call is complete.
+        """Wraps the work of a CPU call so that its wait ends when a rank dies. Returns work of other devices unchanged.
+        If `work` is None, the call is already complete.
         """
         if work is None:
             return DONE
