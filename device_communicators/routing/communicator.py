@@ -150,7 +150,9 @@ class GroupContext(GroupMember):
             )
 
     def check_cpu_group(self, what: str) -> None:
-        """Raises GroupNotInitializedError if a transfer needs the gloo group and the ranks haven't created it yet."""
+        """Raises GroupNotInitializedError if a group of more than two ranks hasn't created its gloo group yet. `what`
+        names the call that needs the gloo group.
+        """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
                 f"{what} on {self} needs the group's gloo group, which all its ranks must create together; first "
@@ -456,8 +458,8 @@ def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Reduces the blocks in the order of ranks, bitwise as cpu/csrc/reduce.h: 16-bit and 8-bit floats are accumulated
-    in float32.
+    """Reduces the blocks in rank order. The result is bitwise that of cpu/csrc/reduce.h: 16-bit and 8-bit floats are
+    accumulated in float32.
     """
     dtype = blocks.dtype
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
@@ -472,7 +474,9 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
-    """Concatenates the blocks of `[size, *shape]` along dimension `dim` of `shape`."""
+    """Concatenates the tensors `blocks[0]`, `blocks[1]` and so on along `dim`. If these are 0-d (`x_dim` is 0), returns
+    `blocks`.
+    """
     if x_dim == 0:
         return blocks
     if dim == 0:

@@ -127,7 +127,9 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Adds the dead ranks of the world to `failure`. A living suspect usually left because these ranks died."""
+    """Sets the world's dead ranks as the suspects of `failure`, and names them in the text. A living suspect usually
+    left because these ranks died.
+    """
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)
@@ -137,8 +139,8 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
 def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
-    """Waits briefly for the report of a death that explains a broken connection. Returns the error of that death, if
-    any, else `failure` with what is known.
+    """Waits briefly for the report of a death that explains the broken connection. Returns the error of that death. If
+    no death is reported, returns `failure`, or an error with further facts.
     """
     watcher = context.watcher
     if watcher is None:

@@ -29,7 +29,7 @@ class OperationEvent:
     """Global rank."""
     operation: str
     sequence: int
-    """Number of the collective in its group. A transfer has the number of the last collective before."""
+    """Number of the collective in its group. A transfer has the number of the collective before it."""
     bytes: int
     """Size of this rank's tensor."""
     dtype: str
@@ -117,7 +117,7 @@ METERS = _Meters()
 
 
 def measure(on: bool) -> None:
-    """Switches the meters on or off. Results so far are kept."""
+    """Starts or stops the measurement of operations. Keeps earlier results."""
     if on and not METERS.is_on:
         PYTHON_ONLY.append(METERS.note)
     elif METERS.is_on and not on:

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""Names by key, including those of destroyed groups."""
+"""Maps the keys of groups to the groups' names. Includes destroyed groups."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
@@ -109,7 +109,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """Marks the parent's routes as unusable in a forked child, without freeing their resources. Returns True if there
+    """Marks routes that a forked child inherited as unusable, without freeing their resources. Returns True if there
     are any.
     """
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
@@ -135,8 +135,8 @@ def register_route(route: Route) -> None:
 
 
 def unique_name(stem: str) -> str:
-    """Returns `tp:0`, then `tp:1`, and so on. No name is used twice, or a destroyed group's name could find another
-    group.
+    """Returns a new name for a group: for the stem `tp` first `tp:0`, then `tp:1`. Names aren't reused, because a
+    destroyed group's name could then find another group.
     """
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1

@@ -76,7 +76,7 @@ def _peers_to_ask(context: GroupContext) -> list[int]:
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds the states of other ranks to the error's text. If there are too many ranks, those suspected come first."""
+    """Adds the states of other ranks to the error's text. If there are too many ranks, suspected ranks come first."""
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
     ranks = [rank for rank in ranks if rank != context.global_rank][:MOST_ASKED]
@@ -112,8 +112,8 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that only some ranks completed, and these ranks. Returns None if there is no such call, or if
-    these ranks aren't in the same next call.
+    """Returns a call that only some ranks completed, and these ranks. These ranks must all be in the same next call;
+    else returns None.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -130,8 +130,8 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns the error for what the reports show. `reports` has ranks in the group as keys; `missing` lists global
-    ranks that sent no report.
+    """Returns an error that explains `failure` by the ranks' reports. `reports` has ranks in the group as keys.
+    `missing` lists global ranks that sent no report.
     """
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
@@ -189,8 +189,8 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns reports with each rank's call of the lowest number, because some ranks can already be in the next call.
-    Returns `reports` if a rank's call is unknown.
+    """Returns each rank's report for the lowest call number, because some ranks can already be in the next call.
+    Returns `reports` if some rank's call with this number is unknown.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

@@ -219,8 +219,8 @@ class Route:
     ) -> Any:
         """Runs the method `operation` on the first communicator that supports it for `tensor`.
 
-        `method`: the name that the user called, if different. `part_of`: the operation whose traffic includes this one.
-        `as_list`: the first argument is a list, for `run_list`.
+        `method`: the name that the user called, if different. `part_of`: the operation under which the bytes are
+        counted. `as_list`: the first argument is a list, for `run_list`.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -297,8 +297,8 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation and returns its handle. The bytes count as traffic of `part_of`; the caller counts the
-        call.
+        """Starts an operation and returns its handle. Counts the bytes under the operation `part_of`; the caller must
+        count the call itself.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -477,7 +477,8 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise. After a communication error the group is unusable, except if `sent` is False.
+        """Returns the error to raise for `error`, with the known facts about its cause. After a communication error the
+        group is unusable, except if `sent` is False.
 
         `record` is the record of the failed operation; by default the last operation.
         """

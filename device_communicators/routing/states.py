@@ -23,7 +23,7 @@ _TRANSFERS = {
     "send_list": "send_tensor_dict with a spec",
     "recv_list": "recv_tensor_dict with a spec",
 }
-"""Names of the user's methods, for records that don't contain the method."""
+"""Maps operations to the user's methods that run them. Used for records that don't contain the method."""
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
@@ -70,7 +70,7 @@ class State(NamedTuple):
     group: str = ""
     call: str = ""
     place: str = ""
-    """The program's lines on the stack, innermost first."""
+    """Source lines of the user's program on the stack, innermost first."""
     obstacle: str = ""
     """The reason why the rank can't answer. The other fields are then empty."""
     is_compiling: bool = False

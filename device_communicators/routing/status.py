@@ -53,7 +53,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """Reports and states of a failed group, by global rank."""
+    """Stores the reports and states that ranks sent about one failed group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -190,8 +190,8 @@ class Status:
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Returns the states of `ranks` that arrive within 0.3 s. `own`: what this rank was doing when group `key`
-        failed; peers store this.
+        """Asks `ranks` for their states and returns those that arrive within 0.3 s. `own`: what this rank was doing
+        when group `key` failed; peers get and store this.
         """
         done, found = threading.Event(), [dict[int, State]()]
 
@@ -206,8 +206,8 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Asks `ranks` for their states and passes those that arrive within 0.3 s to `take`, in the callback thread or
-        this one.
+        """Asks `ranks` for their states and passes those that arrive within 0.3 s to `take`. The callback thread or
+        this thread calls `take`.
         """
         with self._changed:
             known = self._of(key).states if key else {}
@@ -236,8 +236,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns, for each asked rank, one rank that can watch the asked rank's PID. Omits asked ranks that this rank
-        or another helper can watch.
+        """Returns ranks that can watch the PIDs of the ranks in `asked`. An asked rank gets no helper if this rank,
+        another asked rank or another helper can watch its PID.
         """
         helpers: list[int] = []
         for rank in asked:
@@ -298,7 +298,7 @@ class Status:
         return found
 
     def _look(self) -> None:
-        """Logs a call that waits for long. The control plane calls this every 0.4 s."""
+        """Logs this rank's longest wait once it exceeds PARALLEL_STATE_SLOW_S. Called every 0.4 s."""
         found, now = self._longest_wait(), time.monotonic()
         if found is None or found[0].watcher is not self._watcher:  # another status logs it
             return

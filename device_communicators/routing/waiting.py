@@ -77,8 +77,8 @@ class Watched:
                 return
 
     def _last_chance(self, started: float) -> None:
-        """Waits briefly after a rank's death, because the rank perhaps sent the data before. Then raises the error of
-        the death.
+        """Waits briefly for the work after a rank died, because that rank perhaps sent its data before. If the work
+        fails, raises the error of the death.
         """
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
@@ -162,8 +162,8 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Closes this rank's gloo connections to live peers, by a receive that times out. A receive from an exited peer
-    closes none.
+    """Closes this rank's gloo connections to `peers`: starts a receive from each peer and lets it time out. Connections
+    to exited peers aren't closed.
     """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
