@@ -62,8 +62,8 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns `error`; a CommunicationError is returned as a class that is also a DistBackendError, which programs
-    catch.
+    """Returns `error`. Converts a CommunicationError to a class that also derives from DistBackendError, because
+    programs catch this class of torch.
 
     `routing.failures.error_of` finds the error even if torch's autograd keeps only its text.
     """
@@ -210,7 +210,7 @@ class Group:
         return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout here and in gloo. The compiled backend has set its own timeout before."""
+        """Sets the timeout of this Python part and of gloo. The compiled backend has already set its own."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)

@@ -93,7 +93,9 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Leaves all worlds when the program ends. After an uncaught exception, does nothing: peers must report a death."""
+    """Leaves all worlds when the program ends. Does nothing after an uncaught exception, so that peers report a
+    death.
+    """
     if getattr(sys, "last_value", None) is None:
         for world in list(_OPEN):
             world.leave()
