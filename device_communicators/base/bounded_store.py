@@ -144,8 +144,8 @@ class BoundedStore:
 
     @property
     def waits_in_server(self) -> bool:
-        """Returns True for the control plane's stores. Their `wait_for` sends one request, which the server answers when
-        the keys exist.
+        """Returns True for the control plane's stores. Their `wait_for` sends one request, which the server answers
+        when the keys exist.
         """
         return hasattr(_server_of(self.raw), "access")
 
