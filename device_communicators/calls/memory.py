@@ -1,4 +1,4 @@
-"""Copies tensors whose memory doesn't hold their values, because torch defers conjugation, negation and zeros."""
+"""Copies tensors whose memory doesn't hold their values: torch can defer conjugation and negation, and omit zeros."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from device_communicators.base.torch_internals import is_zero_tensor
 QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
-"""torch can't create plain tensors of these dtypes."""
+"""Quantized dtypes. torch can't create tensors of these dtypes without quantization parameters."""
 _BITS = frozenset(
     dtype
     for dtype in vars(torch).values()

@@ -14,7 +14,7 @@ RECORDS = 64
 NOT_ALIKE_SHAPES = ("all_gatherv", "reduce_scatterv", "all_to_all", "gather", "scatter")
 """Operations whose tensors can have different shapes on different ranks."""
 PAIRS = ("send", "recv", "isend", "irecv_", "send_message", "recv_message", "send_list", "recv_list")
-"""Operations between two ranks. Their records have the number of the group's last collective."""
+"""Operations between two ranks. Their records have the sequence number of the group's last collective."""
 
 
 @dataclass(slots=True)

@@ -49,8 +49,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns `x` as a reducible tensor, the op for this tensor, and `x` again if the result must be copied back, else
-    None.
+    """Returns the tensor and the op with which to reduce `x`. The third value is `x` if the result must be copied into
+    it, else None.
     """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
@@ -113,7 +113,7 @@ def finish_reduction(wide: Tensor, op: str, narrow: Tensor | None, size: int) ->
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
-"""vLLM uses the same minimum."""
+"""The smallest scale of dynamic quantization, as in vLLM."""
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -141,8 +141,8 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def default_state(x: Tensor) -> Iterator[None]:
-    """Resets this thread's floating-point state in the block if `x` is on the CPU, because different states give
-    different bits.
+    """Runs the block in the default floating-point state if `x` is on the CPU, because other states give different
+    bits.
     """
     functions = _state_functions() if x.is_cpu else None
     if functions is None:

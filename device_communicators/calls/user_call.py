@@ -86,12 +86,12 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """The facts of a collective. All must be equal on all ranks; only methods of one class may differ."""
+    """A collective call. All fields must be equal on all ranks; only `method` may vary within a class of `_CLASSES`."""
 
     method: str
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
-    """One row's shape if ranks may pass different numbers of rows."""
+    """The tensor's shape, or one row's shape if ranks may pass different numbers of rows."""
     reduce_op: str | None = None
     dim: int = -1
     root: int = -1
@@ -113,7 +113,7 @@ class UserCall(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Must equal `digest_of_shape` in csrc/call.h."""
+        """Returns a hash of `shape` and `sizes`, the same as `digest_of_shape` in csrc/call.h."""
         digest = 0
         for size in (*self.shape, *self.sizes):
             digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
@@ -121,7 +121,7 @@ class UserCall(NamedTuple):
 
     @property
     def packed_shape(self) -> int:
-        """Must equal `packed_shape` in csrc/call.h."""
+        """Returns the shape in one integer, the same as `packed_shape` in csrc/call.h."""
         dims = len(self.shape)
         bits = _SHAPE_BITS // max(dims, 1)
         if dims >= _NO_SHAPE or any(size >> bits for size in self.shape):
@@ -167,7 +167,7 @@ TRANSFERS = (
     "send_tensor_dict with a spec", "recv_tensor_dict with a spec", "send_object", "isend_object", "send_tensor_dict",
     "isend_tensor_dict", "recv_object", "recv_tensor_dict",
 )  # fmt: skip
-"""`ToOne::method` in csrc/messages.h is an index into this tuple."""
+"""Methods of messages between two ranks, numbered as `ToOne::method` in csrc/messages.h."""
 _TRANSFER_NUMBERS = {method: number for number, method in enumerate(TRANSFERS)}
 
 
@@ -186,8 +186,8 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Describes a call for errors. `word` and `packed_shape` are the fields of `Told` (csrc/call.h); `parts` are in
-    bytes.
+    """Returns a call as text for errors. `word` and `packed_shape` are the fields of `Told` (csrc/call.h). `parts`:
+    bytes of each rank's part, or empty.
     """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
@@ -227,7 +227,9 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """`method`: if empty, the operation's name. `dim`: used if `args` contain no dim."""
+    """Returns the UserCall of an operation with these arguments. An empty `method` means the operation's name. `dim` is
+    used if `args` contain no dim.
+    """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
         tensor = args[0] if isinstance(args[0], torch.Tensor) else tensor

@@ -1,4 +1,4 @@
-"""Operations in progress, and functions that follow them."""
+"""Operations in progress. `ContinuedWork` calls a function after it has waited for an operation."""
 
 from __future__ import annotations
 
