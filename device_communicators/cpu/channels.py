@@ -77,7 +77,9 @@ TENSORS, MESSAGES = 0, 1
 """Kinds of messages: plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""Tensors of 2 MiB take 1.15 times as long with chunks of 64 KiB, and twice as long with 256 KiB."""
+"""Bytes per chunk, and chunks per queue. 2 MiB take 1.15 times as long with chunks of 64 KiB, and twice as long with
+256 KiB.
+"""
 
 
 def region_bytes(size: int) -> tuple[int, int]:
@@ -128,7 +130,7 @@ class Channels:
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Returns a new C++ object of transfers, or None without memory."""
+        """Creates a C++ object for transfers. Returns its address, or None if there is no memory."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,

@@ -42,7 +42,7 @@ _SECOND_PROBE_S = 0.4
 class Meeting(NamedTuple):
     members: GroupMember
     gather: Callable[[bytes], list[bytes]]
-    """Every rank must call this function."""
+    """Returns the bytes that each rank passed. Every rank must call this function."""
     watcher: Watcher
     watched: Sequence[int]
     """Global ranks whose death ends the wait."""
@@ -219,7 +219,7 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts the connections in `keys`, and closes all others."""
+    """Accepts a connection for each of `keys` (peer's rank, connection's number) into `made`, and closes others."""
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}

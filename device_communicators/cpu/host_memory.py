@@ -156,14 +156,14 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Every rank must call this."""
+        """Connects this rank with `peers` by TCP. Every rank must call this."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
         return connect(meeting, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Raises ConfigMismatchError on all ranks if the values differ."""
+        """Returns the setting's common value. If the values differ, raises ConfigMismatchError on all ranks."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -176,7 +176,7 @@ class HostMemory:
         return values[0]
 
     def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
-        """Every rank must call this, and all get the same result."""
+        """Returns True if every rank can open `needed` more files. Every rank must call this."""
         shortage = limits.descriptor_shortage(needed)
         if shortage:
             logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
@@ -364,7 +364,7 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
     """Allocates the slots of `rank`. Each rank allocates its own slots, to get memory on its own NUMA node. Rank 0 also
-    allocates the rest.
+    allocates the memory around all slots.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -470,7 +470,7 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Returns None if this rank shares memory with no other rank."""
+        """Maps the memory shared with other ranks. Returns None if there is none, or if mapping fails."""
         if len(self._sharing) == 1:
             return None
         try:
@@ -507,8 +507,8 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the ranks of each host and memory domain. Only ranks that all list each other form a domain. Any
-        other rank is a domain of its own.
+        """Returns the ranks of each host, and of each memory domain. Ranks form a domain only if each can open the
+        memory of all the others. Any other rank is a domain of its own.
         """
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
@@ -544,8 +544,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns how long a waiting rank polls, in ns, and how often it then yields. The arguments are core masks of
-    ranks.
+    """Returns for how many ns a waiting rank polls, and how often it then yields. The arguments are core masks: of the
+    group's ranks, and of all ranks on the host.
 
     If there are more ranks than cores, polling would delay the awaited rank.
     """
@@ -558,7 +558,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns polling time and yields for messages. Receivers poll longer, because a sleeping receiver gets messages 50
+    """Returns the wait policy for messages. Their receivers poll longer, because a sleeping receiver gets a message 50
     us later.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

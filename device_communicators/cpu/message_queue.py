@@ -63,8 +63,8 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Returns packed addresses and sizes of `more_head` and of contiguous CPU tensors, and their number. Omits empty
-    tensors.
+    """Returns packed pairs (address, size) for `more_head` and for the contiguous CPU tensors, and the number of pairs.
+    Omits empty tensors.
     """
     flat: list[int] = []
     if isinstance(more_head, Pinned):
@@ -144,7 +144,9 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """Adds `calls` to a counter. While the counter isn't 0, no call at this end bypasses Python."""
+        """Adds `calls` to the number of receives pending in Python. While there are any, C++ leaves the next message to
+        Python.
+        """
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
@@ -180,13 +182,13 @@ class Message(NamedTuple):
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
-    """Must be equal on sender and receiver."""
+    """Must be equal on sender and receiver: a broadcast's number, or 0 for other messages."""
     more_head: bytes | Pinned = b""
     """The rest of a long head, separate to avoid a copy."""
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """Returns `pieces_of` for everything but `head`, and the number of pieces of `more_head`."""
+        """Returns `pieces_of(tensors, more_head)`, and how many of these pieces belong to `more_head`."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
@@ -393,7 +395,7 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """True if C++ has left the next message to Python."""
+        """True if C++ has found the next message and has left it to Python."""
         return self._report[_FOUND] != 0
 
     @property

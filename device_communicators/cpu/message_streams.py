@@ -1,4 +1,4 @@
-"""Sends and receives messages between hosts. A message is a transfer to one rank, or a call of the group."""
+"""Sends and receives messages between hosts: to one rank as a transfer, to all ranks as a call of the group."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ _CALL = (c_uint64, c_uint64, c_uint64)
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
 _HEEDED_S = 60.0
-"""A failed compile isn't repeated within this time, because other ranks of the host start later."""
+"""For this time after a failed compile, other processes report that failure instead of compiling again."""
 _FAILURE_BYTES = 4096
 _STALE_S = 3600.0
 _UNUSED_S = 60 * 86400.0
@@ -261,7 +261,9 @@ class NativeLibrary:
         self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a C function of the library as a Python callable. The function receives `itself`."""
+        """Returns a C function of the library as a Python callable. The C function receives `itself` as its first
+        argument.
+        """
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
@@ -289,7 +291,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Loads the library, preferably an existing plain build, because `load()` imports torch for seconds."""
+    """Loads the library. Prefers an existing plain build, because `load()` imports torch, which takes seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -365,8 +367,8 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns the same as `_find`, but compiles a missing file. Logs how long `recipe` and `announced_with` take, or
-    nothing if `announced_with` is None.
+    """Returns the same as `_find`, but compiles a missing file. First logs the usual time of `recipe` and
+    `announced_with` together, unless `announced_with` is None.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:

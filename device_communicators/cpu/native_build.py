@@ -105,7 +105,7 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """Raises ImportError if torch is missing."""
+    """Returns the recipe of the full build, which contains the ops. Raises ImportError if torch is missing."""
     import torch
 
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
@@ -210,8 +210,8 @@ def compile_library(
     seal: Callable[[bytes], bytes] | None = None,
     base: Callable[[], Path] | None = None,
 ) -> None:
-    """Writes the library to `target` atomically, writable only by its owner. `seal` converts the bytes before; `base`
-    returns the base object's path.
+    """Compiles `recipe` and writes the library to `target` atomically, writable only by its owner. `seal` converts the
+    bytes before they are written. `base` returns the path of a compiled base.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)

@@ -61,7 +61,7 @@ _COUNTED = (
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
     "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
-"""Names in the order of `Counted` in csrc/handle.h."""
+"""Counted operations, in the order of `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
 _MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
@@ -92,7 +92,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """Calls by method, and in `last` how often each global rank arrived last."""
+    """Measured calls by method. `last`: how often each global rank arrived last in a call."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -163,7 +163,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Gives a broadcast message its place among the group's collectives. Every rank must call this."""
+        """Orders a broadcast message among the group's collectives. Every rank must call this before the message."""
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -284,14 +284,14 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Makes ops for `key` call the library without Python. Calls are numbered from `after` + 1."""
+        """Lets the ops of group `key` call the library without Python. Their calls are numbered from `after` + 1."""
         if self.library.has_ops:
             self._served.add(key)
             self.library.ps_serve(key.encode(), self.number)
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns the last `traffic`."""
+        """Ends `serve`: the ops of group `key` run through Python again. Returns the last `traffic`."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -424,7 +424,9 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """`place`: the suspect in the group, or OUTSIDE. `reporter`: the rank that gave up for `reason`."""
+    """Returns the error of a failed wait. `place`: the suspect in the group, or OUTSIDE. `reporter` and `reason`: the
+    rank that gave up, and its status.
+    """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:
         return timed_out(members, operation, suspect, elapsed_s)

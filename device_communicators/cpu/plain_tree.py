@@ -118,7 +118,9 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """A dict's CPU tensors, which sender and receiver know in advance. `entries`: how many entries the dict has."""
+    """Keys, dtypes and shapes of a dict's CPU tensors, which sender and receiver know in advance. `entries`: number of
+    all the dict's entries.
+    """
 
     def __init__(
         self, keys: Sequence[str], dtypes: Sequence[int], shapes: Sequence[Sequence[int]], entries: int
@@ -135,8 +137,8 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    The functions' first arguments are a group's key, a peer and a method's number in TRANSFERS; for broadcasts, the key
-    and `UserCall.word`. Functions without a result return an `Outcome`.
+    Functions for one peer first take a group's key, the peer's rank, and the method's index in TRANSFERS. Functions for
+    broadcasts first take the key and `UserCall.word`. Functions that don't return a message return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -147,9 +149,10 @@ class PastPython:
         """Further arguments: a dict, its `Form`'s address, and its head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Further arguments: an object, the maximum number of bytes, a `_Cut`, and True to wait between hosts.
+        """Further arguments: an object, the maximum number of bytes, a `_Cut`'s fields, and True to wait until a send
+        between hosts is complete.
 
-        Between hosts, a send that isn't complete returns 4 (`kStarted`) plus its transfer's number.
+        A send that isn't complete returns 4 (`kStarted`) plus its transfer's number.
         """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
@@ -215,8 +218,8 @@ class PlainObjects:
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns the last message's pieces, how many of them are its head, and the objects in use: texts, then
-        tensors.
+        """Returns the last message's pieces, the number of pieces in its head, and the objects that own the pieces:
+        texts, then tensors.
         """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
@@ -240,7 +243,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns the struct, and the objects that must live as long as the struct."""
+    """Returns the struct with which C++ reads Python objects, and the objects that must live as long as it."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()

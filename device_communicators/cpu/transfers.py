@@ -75,7 +75,9 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
-    """Returns a TransferError with `text` if the connection broke. `needs_bytes`: the size of a ring, or 0."""
+    """Returns the error of a failed transfer, or a TransferError with `text` if the connection broke. `needs_bytes`:
+    size of a ring that couldn't be allocated, or 0.
+    """
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
     if failed.sent_dtype >= 0:
@@ -160,7 +162,7 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`. `group` and `tag` are for calls that bypass Python."""
+        """Owns the C++ object at `address`. Calls that bypass Python find it by `group`, and send with `tag`."""
         self.members = members
         self._library = library
         self._functions = _functions(library)
@@ -238,7 +240,9 @@ class Transfers:
         raise self._failed()
 
     def reserve(self, src: int, receives: int) -> None:
-        """Adds `receives` to a counter. While the counter isn't 0, no receive from `src` bypasses Python."""
+        """Adds `receives` to the number of receives from `src` pending in Python. While there are any, C++ leaves
+        messages from `src` to Python.
+        """
         self._library.ps_transfers_reserve(self.address, src, receives)
 
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
@@ -318,7 +322,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Returns False if a thread still uses a ring. The memory must then stay mapped."""
+        """Closes all transfers. Returns False if a thread still uses a ring; the memory must then stay mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # the memory may be unmapped then
 

@@ -58,8 +58,8 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Exchanges notes with the global `ranks`, each of which must call this. Returns all notes. If no rank has a note,
-    starts to watch the ranks.
+    """Exchanges texts (*notes*) of the global `ranks`, each of which must call this. Returns all notes. If all are
+    empty, starts to watch the ranks.
 
     `store`: must have a prefix that only this call uses. `check` runs about every 20 ms; its exception ends the wait.
     Raises RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited.
@@ -103,7 +103,9 @@ def meet(
 
 
 class Neighbours:
-    """The ranks of a meeting in this PID namespace. A rank that loses the store checks which of these ranks exited."""
+    """The ranks in this PID namespace that have called `meet`. A rank that loses the store checks which of these ranks
+    exited.
+    """
 
     def __init__(self, processes: str) -> None:
         """`processes`: the PID namespace; empty if unknown."""

@@ -114,16 +114,17 @@ class _Opened:
 
 
 class Window:
-    """A tensor on each rank that the group's other ranks can write. `GroupCoordinator.window` makes a window.
+    """A tensor on each rank that the group's other ranks can write. Created by `GroupCoordinator.window`.
 
-    Arguments are ranks in the group; a rank may name itself. Only `deregister` must be called by all ranks.
+    The arguments `dst`, `src` and `rank` are ranks in the group, and can be this rank. Only `deregister` must be called
+    by all ranks.
 
-    After `wait_signal(src)`, a rank sees all earlier puts of `src` to this rank; within a host, all earlier writes of
-    `src`. Within a host, a read after `put` has returned gives the new bytes. A read during a write can give old and
-    new bytes mixed.
+    After `wait_signal(src)`, this rank sees what `src` wrote before the signal: its puts to this rank, and within a
+    host all its writes. Within a host, a read after `put` has returned gives the new bytes. A read during a write can
+    give old and new bytes mixed.
 
-    Calls raise PeerDiedError if a rank died, InvalidArgumentError after `deregister`, and GroupDestroyedError.
-    Thread-safe.
+    Calls raise PeerDiedError if a rank died, InvalidArgumentError after `deregister`, and GroupDestroyedError after the
+    group's destruction. Thread-safe.
     """
 
     def __init__(
