@@ -113,7 +113,7 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """NCCL can't be loaded; `explain()` shows the text."""
+    """NCCL can't be loaded, or is too old. The text is the reason."""
 
 
 class NcclLibrary:

@@ -38,7 +38,8 @@ class SideStream:
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
         """Makes this stream wait for the current stream, and keeps the tensors' memory until this stream has used it.
 
-        Also works within a capture, in which the work's `wait` joins this stream to the captured stream.
+        Also works during a CUDA graph capture. The `wait` of the work from `finish` then joins this stream to the
+        captured stream.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for x in tensors:

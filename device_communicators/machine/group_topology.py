@@ -24,7 +24,6 @@ from device_communicators.machine.topology import Topology
 from device_communicators.routing.communicator import GroupContext
 
 _View = dict[str, Any]
-"""The fields `nvlinks`, `nvlink_problem` and `peer_problem` of a Path."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ conversion of the result.
 
 
 class Nvml:
-    """Answers questions by `_CALLS`, or by the method of the question's name."""
+    """Answers a question by the NVML function in `_CALLS`, or else by this class's method `_<question>`."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml

@@ -60,11 +60,11 @@ class Gpu:
 @dataclass(frozen=True)
 class Path:
     nvlinks: int | None
-    """Number of NVLinks between two GPUs. Through switches, the lower number of the two GPUs."""
+    """Number of NVLinks between two GPUs; through switches, the smaller of the two GPUs' numbers of links."""
     switched: bool = False
     pcie: str | None = None
     p2p: dict[str, str] = field(default_factory=dict)
-    """Maps P2P_CAPABILITIES to P2P_STATUS."""
+    """The state of each capability, as texts from P2P_STATUS by names from P2P_CAPABILITIES."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property

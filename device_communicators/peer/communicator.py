@@ -132,7 +132,9 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """A fixed algorithm uses the fused kernel for every size, because the composed norm rounds differently."""
+        """Returns True if this call uses the fused kernel. With a fixed algorithm, all sizes use it, because separate
+        calls would round differently.
+        """
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
         return is_small and self.group.has_norm(x, residual, weight)

@@ -59,7 +59,7 @@ class PeerDevice:
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """Every rank of the group must call this."""
+        """Returns the group's GPUs and their connections. Every rank of the group must call this."""
         read: list[Any] = []
         run_on_all_ranks(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)

@@ -1,7 +1,7 @@
 """Sets up, tests and launches a group's kernels in peer memory (GPU memory that all ranks have mapped).
 
 A kernel waits for peers on the device. At the deadline, or when the host sets the *abort* word, a kernel writes a
-*report* into host memory and ends. The group's next call raises the failure. Results of all calls before that one are
+*report* into host memory and ends. The group's next call raises the failure. Results of all calls until then are
 undefined.
 
 Calls on several streams run one after another. The program must order replays of captured calls.
@@ -114,7 +114,8 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Makes a test call of each kind. Raises for wrong results only after all calls, because peers wait for them.
+        """Makes a test call of each kind. Raises for wrong results only after all test calls, because each call needs
+        all ranks.
 
         The timeout is shorter than the kernels' deadline: a kernel at its deadline destroys the CUDA context.
         """
@@ -205,7 +206,7 @@ class PeerGroup:
         self.memory.leak()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Waits for all calls, and aborts them after `timeout_s`."""
+        """Returns True when all calls are done. After `timeout_s`, aborts the calls and returns False."""
         if self._order.last is None:
             return True
         with contextlib.suppress(RuntimeError):  # the CUDA context is lost, most likely by a kernel's trap
@@ -276,7 +277,7 @@ class PeerGroup:
         self._launch(("reduce_scatter", how, out.dtype, out.numel(), 0), x, out)
 
     def has_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """All ranks get the same result."""
+        """Returns True if the fused norm supports these tensors. All ranks get the same result."""
         if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
             return False
         if residual.shape != x.shape or weight.shape != x.shape[-1:]:

@@ -26,7 +26,7 @@ MAX_RANKS = 8
 MAX_BLOCKS = 128
 MAX_THREADS = 512
 PART_PACKETS = 256
-"""Number of packets, of 8 data bytes each, from a block to each rank in one epoch."""
+"""Number of packets that a block sends to each rank in one round (*epoch*). A packet has 8 data bytes."""
 STAGE_BYTES = 32 << 10
 """Staging memory per block and epoch."""
 REGION_ALIGNMENT = 256
@@ -207,7 +207,7 @@ def _digest(arch: str, version: tuple[int, int]) -> str:
 
 
 def _packages() -> tuple[Any, Any]:
-    """Imports cuda.core and NVRTC. Versions of cuda.core before 0.7 can't compile without a driver."""
+    """Returns the modules cuda.core and NVRTC. Versions of cuda.core before 0.7 can't compile without a driver."""
     try:
         from cuda import core
         from cuda.bindings import nvrtc

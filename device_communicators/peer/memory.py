@@ -84,7 +84,7 @@ class SymmetricSharing:
         return [int(address) for address in self.handle.buffer_ptrs]
 
     def _meet(self) -> Any:
-        """Waits until the store's timeout if another rank failed."""
+        """Runs torch's rendezvous for this memory. If another rank failed, waits until the store's timeout."""
         from torch.distributed import _symmetric_memory
 
         enter(self._context.device)
@@ -104,7 +104,7 @@ class IpcSharing:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """Returns a handle for each peer, because torch counts one receiver per handle."""
+        """Returns one handle for each peer: torch counts only one receiver per handle."""
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
             None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
@@ -147,7 +147,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 class PeerMemory:
-    """`addresses[r]` is the address of rank r's region in this process."""
+    """The regions of all ranks. `addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)

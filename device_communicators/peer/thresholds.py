@@ -84,7 +84,7 @@ class Table:
     rows: tuple[Thresholds, ...]
     path: Path
     digest: str
-    """All ranks must have the same table."""
+    """Hash of the table's file. All ranks of a group must have the same table."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
         """Returns the row for the smallest number of ranks that is at least `world_size`, or None."""
@@ -191,7 +191,9 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why `auto` means off, or None. Calls the CUDA driver only if a row fits the number of ranks."""
+    """Returns why `auto` means off, or None. Calls the CUDA driver only if the table has a row for this number
+    of ranks.
+    """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
