@@ -162,7 +162,7 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`. Calls that bypass Python find the object by `group`, and send with `tag`."""
+        """Owns the C++ object at `address`. Calls that bypass Python find the object by `group` and send with `tag`."""
         self.members = members
         self._library = library
         self._functions = _functions(library)
