@@ -89,7 +89,7 @@ _NAMES = {
         "try_get_tp_group", "try_get_world_group",
     ],
 }  # fmt: skip
-"""Module -> public names. Getters of the axis table are not listed."""
+"""Maps a module to its public names. Omits the getters that are generated from AXES."""
 
 _names, _load = load_on_use(globals(), _NAMES)
 
@@ -115,7 +115,10 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """`sys.argv[0]` is "-m" while Python locates the module, whose name precedes the arguments in `orig_argv`."""
+    """Returns True if this process runs the package's command.
+
+    While Python locates the module for `-m`, `sys.argv[0]` is "-m", and `orig_argv` has the module's name.
+    """
     if sys.argv[:1] == ["-m"]:
         return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "parallel-state"

@@ -6,9 +6,9 @@
   rank, the input itself.
 - Wrong arguments raise InvalidArgumentError, and unsupported tensors UnsupportedError, before anything is sent. A
   failure during the call raises CommunicationError.
-- `out` must have the result's shape, dtype and device; any strides are valid. The call writes the result with its
-  gradient to `out`, as `copy_` does, and returns `out`. If `out` is contiguous and requires no gradient, nothing is
-  copied.
+- `out` must have the result's shape, dtype and device; any strides are valid. The call writes the result to `out` and
+  returns `out`. Gradients flow through `out` as after `out.copy_(result)`. If `out` is contiguous and requires no
+  gradient, nothing is copied.
 - The calls work under torch.compile(fullgraph=True), except for those that return handles. If sizes come from a
   tensor's values, wrong sizes raise torch's RuntimeError.
 
@@ -62,7 +62,7 @@ class GroupFacts:
     device: torch.device
     _key: str
     _ranked_key: str
-    """The group's name, with the rank, for ops whose compiled code depends on the rank."""
+    """The group's name and this rank: the key for ops whose compiled code depends on the rank."""
     _token: Tensor
     _destroyed: bool
     _messenger: Any
@@ -97,8 +97,8 @@ class TensorCalls(GroupFacts):
         """Reduces `x` over all ranks; returns the same values on every rank, as a new tensor.
 
         `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
-        min and product are AND. For the average of integers, as in NCCL, the sum overflows as the dtype does, and the
-        division rounds toward zero. `regions` has the all-reduce with the gradient for tensor-parallel layers.
+        min and product are AND. The average of integers is computed as in NCCL: the sum wraps around in the dtype, and
+        the division rounds toward zero. Tensor-parallel layers need another gradient: see the module `regions`.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")
@@ -162,7 +162,10 @@ class TensorCalls(GroupFacts):
         return gathered if out is None else out.copy_(gathered)
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gathers into `out`, and returns `out`: `[n, …]` to `[world_size · n, …]` or `[world_size, n, …]`."""
+        """Gathers every rank's `x` into `out`, and returns `out`.
+
+        The shape `[n, …]` becomes `[world_size · n, …]` or `[world_size, n, …]`.
+        """
         if not is_dynamo_compiling() and DIRECT.all_gather_into(x, self._token, out, 0, self._key) is out:
             return out
         name = "all_gather_into_tensor"
@@ -197,7 +200,8 @@ class TensorCalls(GroupFacts):
     def all_gatherv(self, x: TensorOrList, dim: int = 0, sizes: Sequence[int] | None = None) -> TensorOrList:
         """Gathers as all_gather does, but rank r's `x` has length `sizes[r]` along `dim`.
 
-        Every rank must pass the same `sizes`. A list of tensors, all with these sizes, returns a list.
+        Every rank must pass the same `sizes`. `x` can be a list of tensors that all have these sizes; the result is
+        then a list.
         """
         if isinstance(x, list):
             if not all(isinstance(each, Tensor) for each in x):
@@ -250,7 +254,10 @@ class TensorCalls(GroupFacts):
         return scattered if out is None else out.copy_(scattered)
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
-        """Reduces and scatters along dim 0 into `out`; `x` may be `[world_size, *out.shape]`. Returns `out`."""
+        """Works as reduce_scatter along dim 0, but writes this rank's slice to `out`, and returns `out`.
+
+        `x` can also have the shape `[world_size, *out.shape]`.
+        """
         if not is_dynamo_compiling() and DIRECT.reduce_scatter_into(x, self._token, out, 0, op, self._key) is out:
             return out
         checks.check_tensor(self.context, "reduce_scatter_tensor", x)
@@ -377,8 +384,8 @@ class TensorCalls(GroupFacts):
         `gather_dim`.
 
         Split sizes are the numbers of rows of dim 0 to and from each rank. With split sizes, both dims must be 0.
-        `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of the two is passed,
-        the other one means equal slices.
+        `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of these arguments is
+        passed, the slices in the other direction have equal sizes.
         """
         is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
         if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
@@ -420,7 +427,10 @@ class TensorCalls(GroupFacts):
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Exchanges rows into `out`, as torch's function does; returns `out`. Split sizes: see all_to_all."""
+        """Exchanges rows of `x` between all ranks, as torch's function does.
+
+        Writes the received rows to `out`, and returns `out`. Split sizes: see all_to_all.
+        """
         outputs = (
             None if isinstance(output_split_sizes, (list, tuple)) and not output_split_sizes else output_split_sizes
         )
@@ -521,9 +531,10 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         """Allocates an uninitialized tensor, if possible in memory that all ranks of the group have mapped.
 
-        A collective on it needs no copy of its input: compute directly into it (`torch.mm(x, w, out=buffer)`). The
-        memory is reused after the last tensor that views it is deleted. Between hosts, if the memory of
-        PARALLEL_STATE_SYMMETRIC_BYTES is used up, and on GPUs in compiled code, the result is an ordinary tensor.
+        A collective on such a tensor doesn't copy its input: compute directly into it (`torch.mm(x, w, out=buffer)`).
+        The memory is reused after the last tensor that views it is deleted. The result is an ordinary tensor if the
+        group spans several hosts, if the memory of PARALLEL_STATE_SYMMETRIC_BYTES is used up, or in compiled code on
+        GPUs.
 
         On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
         the same part of the tensor to a collective: see docs/gpus.md.
@@ -547,7 +558,7 @@ class TensorCalls(GroupFacts):
 
     @host_call("make the window before, outside the compiled function")
     def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
-        """Creates a `Window`: on every rank a CPU tensor of shape `size`, filled with zeros, that the other ranks
+        """Creates a `Window`: on every rank a CPU tensor of shape `size`, filled with zeros, that the other ranks can
         write.
 
         Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError on all ranks without
@@ -660,7 +671,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
-        """Starts `all_gather(x, dim)`; the rules of all_reduce_async apply."""
+        """Starts `all_gather(x, dim)`. As with all_reduce_async, change `x` only after `wait()`."""
         checks.check_started(self.context, "all_gather_async", x)
         dim = checks.normal_dim(self.context, "all_gather_async", x, dim)
         x = x.detach()
@@ -673,7 +684,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `reduce_scatter(x, dim, op)`; the rules of all_reduce_async apply."""
+        """Starts `reduce_scatter(x, dim, op)`. As with all_reduce_async, change `x` only after `wait()`."""
         checks.check_started(self.context, "reduce_scatter_async", x)
         op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
@@ -687,7 +698,7 @@ class TensorCalls(GroupFacts):
 
     @host_call(_COLLECTIVE)
     def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
-        """Starts `broadcast(x, src)`; the rules of all_reduce_async apply."""
+        """Starts `broadcast(x, src)`. As with all_reduce_async, change `x` only after `wait()`."""
         checks.check_started(self.context, "broadcast_async", x)
         checks.check_rank(self.context, "broadcast_async", "src", src)
         if self._is_single_rank():

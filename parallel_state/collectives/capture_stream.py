@@ -21,9 +21,10 @@ class GraphCaptureContext:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Makes a new stream current. It waits for the previous stream, which later waits for the new stream.
+    """Runs the body on a new stream, which first waits for the current one.
 
-    After an exception the previous stream doesn't wait: a broken capture would raise another error, and hide the first.
+    After the body, the previous stream waits for the new one. It doesn't wait if the body raised: after a broken
+    capture, waiting would raise another error that hides the first.
     """
     if device.type != "cuda":
         yield GraphCaptureContext(None)

@@ -1,6 +1,6 @@
 """Checks a call's arguments against its group, before anything is sent.
 
-torch.compile traces these functions. They only compare values, and build text only for a `raise`.
+torch.compile traces these functions. Therefore they only compare values, and format a text only when they raise.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def source(context: GroupContext, operation: str, src: int | None) -> int:
 
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
-    """Returns `dim` as a number from 0. A 0-d tensor has dims 0 and -1, as in torch."""
+    """Returns `dim` as an index of at least 0; -1 is the last dim. A 0-d tensor has dims 0 and -1, as in torch."""
     return normal_dim_of(context, operation, x.dim(), dim)
 
 
@@ -300,7 +300,10 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Checks the tensor, but not its value: reading a value from a device would block the host."""
+    """Raises unless `scale` is a float32 tensor of one element.
+
+    Doesn't check its value: reading a value from a device would block the host.
+    """
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(

@@ -4,12 +4,13 @@
 then make different calls and hang. So each op declares that it writes to the token, a tensor that all ops of a device
 share. torch's effect tokens don't keep the order: inductor before 2.15 reorders such ops.
 
-**Two registrations.** Calls that the frequent ops' kernels in `csrc/bindings.cpp` don't support go to the op's twin in
-`parallel_state_python`, which has this module's kernels.
+**Two registrations.** Each op exists in two namespaces. In `parallel_state`, frequent ops have C++ kernels
+(`csrc/bindings.cpp`). These kernels pass unsupported calls to the same op in `parallel_state_python`, which has this
+module's kernels.
 
-**Gradients** are those of the sum of all ranks' losses; `regions` has Megatron's. A backward is a collective: if one
-rank's input requires a gradient, the inputs of all ranks must (a receiver of a broadcast passes `torch.empty(...,
-requires_grad=True)`).
+**Gradients** are those of the sum of all ranks' losses. The ops of the module `regions` have Megatron's gradients
+instead. A backward is a collective: if one rank's input requires a gradient, the inputs of all ranks must (a receiver
+of a broadcast passes `torch.empty(..., requires_grad=True)`).
 """
 
 from __future__ import annotations
@@ -96,7 +97,11 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Replaces torch's kernel, which can't copy deferred values back for an op without a result."""
+    """Returns a kernel for tensors whose values are deferred: conjugated, negated and zero tensors.
+
+    Returns None for an op that writes only the token. torch's own kernel doesn't copy results back for an op without a
+    result.
+    """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
 

@@ -1,4 +1,7 @@
-"""The ops under `torch.vmap`: a collective runs once, on the whole batch. All ranks must map over as many samples."""
+"""The ops under `torch.vmap`: a collective runs once, on the whole batch.
+
+All ranks must map over the same number of samples.
+"""
 
 from __future__ import annotations
 

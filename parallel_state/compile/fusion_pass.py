@@ -7,11 +7,13 @@
 
 Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
-The norm is `F.rms_norm` over the last dim or the one that transformers writes out in float32; a static float8
-quantization may follow. Training isn't fused, nor is `dynamic=True` without torch._dynamo.config.specialize_float.
+The norm is `F.rms_norm` over the last dim, or the float32 computation that models of transformers use instead. A static
+float8 quantization can follow. Graphs for training aren't fused. Graphs with `dynamic=True` are fused only if
+torch._dynamo.config.specialize_float is set.
 
-The norm may differ in its last bit, or by two steps of the dtype if the weight was multiplied after a rounding; a
-float8 by one step. Residual and weight must be equal on all ranks. All ranks or none must compile with the pass.
+The fused norm can differ from the original in its last bit. It can differ by two steps of the dtype if the original
+rounds before it multiplies by the weight. A float8 value can differ by one step. Residual and weight must be equal on
+all ranks. All ranks or none must compile with the pass.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """The all-reduces of one or more graphs: fused ones, and others with the reason."""
+    """Lists the all-reduces of one or more graphs: the fused ones, and the others with the reason."""
 
     fused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)

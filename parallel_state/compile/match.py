@@ -136,7 +136,7 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Returns the product of sum and rsqrt, and eps."""
+    """Finds the rest of a written-out norm, until the sum is multiplied by the rsqrt. Returns this product and eps."""
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
