@@ -18,7 +18,10 @@ from parallel_state.groups.coordinator import GroupCoordinator
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """Returns `dp`, `dp_cp`, or with both arguments `intra_dp_cp`, of one instance of the distributed optimizer."""
+    """Returns the `dp` group, or `dp_cp` with context parallelism.
+
+    With both arguments returns `intra_dp_cp`, the part within one instance of the distributed optimizer.
+    """
     return state.get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 
 
@@ -45,7 +48,10 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `tp_dp` or `tp_dp_cp` group. Before init: raises, or None with `check_initialized=False`."""
+    """Returns the `tp_dp` group, or `tp_dp_cp` with context parallelism.
+
+    Before the init, raises GroupNotInitializedError, or with `check_initialized=False` returns None.
+    """
     name = "tp_dp_cp" if with_context_parallel else "tp_dp"
     return state.get_group(name) if check_initialized else state.try_get_group(name)
 
@@ -53,7 +59,10 @@ def get_tensor_and_data_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `edp` group, or its part `intra_edp` of one optimizer instance."""
+    """Returns the `edp` group.
+
+    With `partial_expert_data_parallel` returns `intra_edp`, the part within one instance of the distributed optimizer.
+    """
     name = "intra_edp" if partial_expert_data_parallel else "edp"
     return state.get_group(name) if check_initialized else state.try_get_group(name)
 
@@ -74,8 +83,9 @@ def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) ->
 
 
 def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> GroupCoordinator:
-    """Returns the group that reduces FP8 scales: `tp_dp`, or with `tp_only_amax_red` `tp`; with the other argument also
-    cp.
+    """Returns the group that reduces FP8 scales: `tp_dp`, or `tp` if `tp_only_amax_red` is set.
+
+    `with_context_parallel` adds the ranks of cp: `tp_dp_cp`, or `tp_cp`.
     """
     if tp_only_amax_red:
         return state.get_group("tp_cp" if with_context_parallel else "tp")

@@ -28,7 +28,7 @@ _FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     ),
     "global_ranks": ("list[int]", get_group_ranks, "Returns a new list of the global ranks of this rank's"),
 }
-"""Fact -> (type, getter, text)."""
+"""Last part of a getter's name -> (return type, function, beginning of the docstring)."""
 _LONG = {
     "tp": ("group", "world_size", "rank", "src_rank"),
     "pp": ("group", "world_size", "rank"),
@@ -87,7 +87,10 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
 
 
 def raise_missing(name: str) -> NoReturn:
-    """`from parallel_state import …` drops the text of an AttributeError; an ImportError keeps it."""
+    """Raises the error for a name that the package doesn't have.
+
+    For `from parallel_state import …` this is an ImportError, because Python drops the text of an AttributeError there.
+    """
     for axis in AXES:
         old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}
         if name in old:

@@ -58,9 +58,10 @@ def reinitialize(
 ) -> None:
     """Replaces the world by a new world of the surviving `ranks`, in the same processes.
 
-    Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world: all but the
-    lost ranks, which are `error.suspect_ranks`. The new world numbers them from 0. Then initialize_model_parallel runs
-    with the sizes and `options`. `timeout` (default: the old world's) is that of operations.
+    Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world, without the
+    lost ranks. The error that ended the old world lists these in `suspect_ranks`. The new world numbers its ranks from
+    0. Then initialize_model_parallel runs with the sizes and `options`. `timeout` (default: the old world's) is that of
+    operations.
 
     If it fails, there is no world. The surviving ranks can then call init_distributed_environment with a new address.
 

@@ -28,7 +28,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
     Every rank of the world must enter it, with a shared folder or a folder of its own. Times are those of rank 0's
     monotonic clock: at the start, each host measures the offset of its own clock. A started call lasts until its wait
-    returns. In the body all operations take some microseconds more, and torch.profiler shows them.
+    returns. In the body each operation takes some microseconds longer, and also appears in torch.profiler.
     """
     world = try_get_world_group()
     target = Path(folder)

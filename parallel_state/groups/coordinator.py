@@ -61,7 +61,7 @@ class Traits(NamedTuple):
 
 
 class _Renamed:
-    """An attribute that is a global rank in vLLM. Reading it raises RenamedError."""
+    """Replaces an attribute that is a global rank in vLLM. Reading it raises RenamedError with the new names."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -90,9 +90,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     """One rank's view of a group, with every call on that group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
-    `world_size`, `local_rank` (on this host), `device`, `is_first_rank`, `is_last_rank`; for `src` and `dst`
-    `first_rank_in_group`, `last_…`, `next_…` and `prev_…`, which wrap around, and each also as a `…_global_rank`.
-    fairseq2's names: `size`, `as_process_group()`, `close()`. Programs don't call the constructor.
+    `world_size`, `local_rank` (on this host), `device`, `is_first_rank`, `is_last_rank`. Arguments `src` and `dst` can
+    be `first_rank_in_group`, `last_…`, `next_…` or `prev_…`; the last two wrap around. Their global ranks are
+    `first_global_rank` and so on. fairseq2's names: `size`, `as_process_group()`, `close()`. Programs don't call the
+    constructor.
     """
 
     def __init__(
@@ -164,9 +165,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         - `within`: a coordinator that contains these ranks and outlives the new one. If a death fails `within`, the new
           coordinator fails as well.
 
-        Some calls run on `process_group`: all ranks must make direct calls on it and calls on the coordinator in the
-        same order. Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument
-        or on a rank outside the group, RendezvousError if a rank of the group doesn't call it in time.
+        Some calls run on `process_group`. If the program also calls `process_group` itself, all ranks must make both
+        kinds of calls in the same order. Raises GroupNotInitializedError before init_process_group,
+        InvalidArgumentError for a wrong argument or on a rank outside the group, RendezvousError if a rank of the group
+        doesn't call it in time.
         """
         forks.check("from_process_group()")
         given = examine(process_group, cpu_group, device)
@@ -271,8 +273,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     @property
     @host_call(OUTSIDE)
     def cpu_group(self) -> Any:
-        """Returns the torch ProcessGroup for CPU tensors. Some device groups create this group at the first use,
-        which must then be a call by every rank of the group.
+        """Returns the torch ProcessGroup for CPU tensors. With some device groups, the first use creates this group:
+        every rank must then read this property.
 
         PARALLEL_STATE_CPU_BACKEND chooses the backend. Groups that the program made keep their own backend.
         """
@@ -374,8 +376,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter it.
 
         In the body the current stream is the stream of `context`, or a new stream that waits for the previous one.
-        `peers`: ranks in the group with which the graphs send or receive for the first time. Each peer must name this
-        rank as well.
+        `peers`: ranks in the group with which this rank first exchanges data in these graphs. Each peer must list this
+        rank in its `peers`.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise InvalidArgumentError(
@@ -387,12 +389,14 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def suspend(self) -> int:
-        """Gives memory of this rank back to the system until `resume`. Every rank calls it. Returns the bytes.
+        """Frees memory of this rank until `resume`. Every rank calls it. Returns the number of freed bytes.
 
-        On a CPU these are slots and message queues in shared memory, and freed tensors kept for reuse; on a GPU, NCCL's
-        buffers, which aren't counted. Connections stay. Until `resume`, calls raise UsageError. Raises UsageError on
-        all ranks if one has a call under way, a started call without a wait, or sent a message that wasn't received,
-        and UnsupportedError with NCCL before 2.29.7.
+        On a CPU it frees slots and message queues in shared memory, and memory of deleted tensors that was kept for
+        reuse. On a GPU it frees NCCL's buffers, which aren't counted. Connections stay open. Until `resume`, calls
+        raise UsageError.
+
+        Raises UsageError on all ranks if a rank has a running call, a started call without a wait, or sent a message
+        that wasn't received. Raises UnsupportedError with NCCL before 2.29.7.
         """
         before = sum(self.memory_stats().values())
         self.route.suspend()
@@ -402,7 +406,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def resume(self) -> None:
         """Allocates the memory again, and allows calls. Every rank calls it after `suspend`.
 
-        Raises UsageError on all ranks if one finds too little memory. Then it may be called again.
+        Raises UsageError on all ranks if a rank finds too little memory. The ranks can then call `resume` again.
         """
         self.route.resume()
 
@@ -413,7 +417,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def explain(self) -> str:
-        """Describes the group's communicators by preference, and why the others are not used."""
+        """Lists the group's communicators in order of preference, with the reason for each that isn't used."""
         text = self.route.explain()
         if self.pool is None:
             return text
@@ -485,10 +489,10 @@ def create_group(
     unshared: bool = False,
     given: GivenGroup | None = None,
 ) -> GroupCoordinator:
-    """Creates the group of the global ranks `ranks`. They ascend and include this rank.
+    """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    ProcessGroupPool.acquire says who must call it, and describes the other arguments. `domain`: the ranks whose death
-    fails the group, by default all ranks of the world.
+    ProcessGroupPool.acquire describes which ranks must call this, and the other arguments. `domain`: the ranks whose
+    death fails the group, by default all ranks of the world.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -560,7 +564,10 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets both timeouts. Never shortens gloo's, as groups of the same ranks share one gloo group."""
+    """Sets the timeouts of the device's process group and of the gloo group.
+
+    Never shortens the gloo group's timeout, because other groups of the same ranks use the same gloo group.
+    """
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))

@@ -1,8 +1,8 @@
-"""The groups that `ParallelGroups.use()` made current. A context variable holds them, and they also reach:
+"""The groups that `ParallelGroups.use()` made current. A context variable holds them. They are also current in:
 
-- threads: `threading.Thread.start` is wrapped while any groups are in use.
-- backward: autograd numbers a thread's nodes in order, so the numbers at which `use()` was entered and left determine
-  the groups of each node.
+- threads that the body starts: `threading.Thread.start` is wrapped while any groups are in use.
+- backward: autograd numbers the nodes that a thread creates. The node numbers at which `use()` was entered and left
+  show which groups were current for a node.
 - compiled code: see `_Current`.
 """
 
@@ -109,8 +109,9 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Holds the groups on which compiled code guards. dynamo doesn't trace an `instancemethod` getter: it assumes C
-    code.
+    """Gives compiled code the current groups, and a guard on them.
+
+    The getter is an `instancemethod`, because dynamo takes it for C code and doesn't trace it.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

@@ -54,7 +54,10 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the mesh's dims and `ep`, ordered by the distance between neighbouring ranks, the smallest first."""
+    """Returns the mesh's dims and `ep`, in ascending order of their strides.
+
+    A dim's stride is the distance between ranks that are neighbours along this dim.
+    """
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

@@ -66,7 +66,10 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the root mesh's dims, slow axes first. torch can't combine root meshes that order ranks differently."""
+    """Returns the dims of the root mesh that contains the dims `wanted`, slow axes first.
+
+    Adds the usual other dims, because torch can't combine root meshes that order ranks differently.
+    """
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class VirtualPipeline:
-    """Several stages on each pipeline rank, dealt in turn: with `size` 2, rank 0 of 2 has stages 0 and 2."""
+    """Several stages on each pipeline rank, assigned in turn: with `size` 2, rank 0 of 2 has stages 0 and 2."""
 
     size: int
     rank: int = 0
@@ -89,9 +89,10 @@ class ParallelGroups:
     def get(self, name: str) -> GroupCoordinator:
         """Returns this rank's group of a kind, such as `tp`, `ep` or `dp_cp`.
 
-        The first use creates the group: every rank of the group must call it, for several groups in the same order.
-        Raises LayoutError for a kind that the layout lacks, GroupNotInitializedError if this rank is in no such group
-        (`embedding` on a middle stage), CommunicationError if a rank of the group doesn't call it in time.
+        The first use creates the group, so every rank of the group must call this. All ranks must create their groups
+        in the same order. Raises LayoutError for a kind that the layout lacks, GroupNotInitializedError if this rank is
+        in no such group (`embedding` on a middle stage), CommunicationError if a rank of the group doesn't call it in
+        time.
         """
         group = self.try_get(name)
         if group is None:
@@ -181,8 +182,9 @@ class ParallelGroups:
     def use(self) -> Iterator[ParallelGroups]:
         """Makes these the current groups: getters return them instead of the process-wide groups.
 
-        They are current in the body, in asyncio tasks and threads that the body starts, and in the backward of its
-        results (in an event loop: only within the body). Call backward in the thread of the forward.
+        They are current in the body, and in asyncio tasks and threads that the body starts. They are also current in
+        the backward of tensors that the body computed; in an event loop, only if backward is called in the body. Call
+        backward in the thread of the forward.
 
         Getters raise UsageError in a thread-pool worker that the body started: submit
         `contextvars.copy_context().run, function`. Threads that were started before keep their groups.
@@ -417,13 +419,20 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns False for "global" creation by all ranks, and on GPUs, whose ranks connect over gloo at start."""
+        """Returns True if the group's gloo group is created at its first use.
+
+        Returns False for "global" creation, and on GPUs for a group that is created during the init and then connects
+        over gloo.
+        """
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Divides the world's communicators among the groups of a kind. Every rank of the world must call it."""
+        """Splits the world's communicators into communicators for the groups of a kind.
+
+        Every rank of the world must call it.
+        """
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

@@ -1,4 +1,4 @@
-"""Finds the ranks that share memory: those that can open one shared segment."""
+"""Finds the ranks that share memory, by opening the same shared-memory segment in all of them."""
 
 from __future__ import annotations
 

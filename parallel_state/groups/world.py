@@ -61,9 +61,9 @@ class JoinedWorld:
     device: torch.device
     is_ours: bool
     token: str = ""
-    """Separates worlds on the same store."""
+    """A unique prefix of this world's names, because several worlds can use one store."""
     alone_over: str | None = None
-    """The backend of a world of one rank, which has no default group."""
+    """The backend, if this world has one rank and no default group of torch."""
     server: tuple[str, int] | None = None
     watcher: Watcher | None = None
     met: Met | None = None
@@ -140,9 +140,9 @@ def join_world(
     *,
     undo: contextlib.ExitStack,
 ) -> JoinedWorld:
-    """Creates torch's default group and joins its world. Callbacks on `undo` revert the effects.
+    """Creates torch's default group and returns its world. Adds callbacks to `undo` that revert the effects.
 
-    A world of one rank gets no default group, unless a device is bound to it.
+    A world of one rank gets no default group, unless `bind_device` is set.
     """
     place = _with_free_port(place)
     undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
