@@ -49,9 +49,10 @@ def snapshot() -> dict[str, Any]:
     `rank` is this global rank, -1 without groups. Each of `groups` (of two or more ranks) has:
 
     - `group`, `ranks` (global), `failures` (0, or 1 once the group failed);
-    - `operations`: method -> `calls`, `bytes` of this rank's tensors, and measured times: total `seconds`, of which
-      `waiting_s` for other ranks and `moving_s` the rest (None except in shared memory);
-    - `came_last`: global rank -> number of measured calls over shared memory for which it arrived last;
+    - `operations`: method -> `calls`, `bytes` of this rank's tensors, and the measured time in `seconds`. In shared
+      memory this time is divided into `waiting_s`, the waits for other ranks, and `moving_s`, the rest; elsewhere both
+      are None;
+    - `came_last`: global rank -> number of measured calls over shared memory for which that rank arrived last;
     - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`.
     """
     found = routes()

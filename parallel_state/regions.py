@@ -67,7 +67,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Concatenates the ranks' slices along dim 0.
 
-    `tensor_parallel_output_grad`: False if every rank has the complete gradient, as no sharded layer follows.
+    `tensor_parallel_output_grad`: False if every rank has the complete gradient, because no sharded layer follows.
     """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
@@ -103,7 +103,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Without gradients calls the plain ops, which compiler passes recognise."""
+    """Calls the region's op. Without gradients calls `kernel`, whose plain ops compiler passes recognise."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

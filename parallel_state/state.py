@@ -98,7 +98,8 @@ def init_distributed_environment(
     If torch.distributed is already initialised, joins that world. Otherwise a launcher's variables (torchrun, SLURM,
     Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
 
-    - `backend`: of device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo without.
+    - `backend`: torch's backend for device tensors. Default: PARALLEL_STATE_BACKEND, else nccl with CUDA and gloo
+      without.
     - `timeout`: of each operation, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S. The start has
       another timeout, PARALLEL_STATE_START_TIMEOUT_S.
     - `allow_pickle`: as in initialize_model_parallel.
@@ -309,13 +310,15 @@ def initialize_model_parallel(
       size that isn't passed is 1. The remaining ranks go to the size that is -1, by default dp.
     - `order`: axes from fastest to slowest: with `tp-cp-ep-dp-pp`, the ranks of a tensor-parallel group are
       consecutive. Any permutation, or `megatron` (default), `vllm`, `torchtitan`.
-    - `backend`, `timeout`: of all groups that `axis_options`, by group name, doesn't override.
+    - `backend`, `timeout`: for all groups. `axis_options` overrides both for single groups, by group name.
     - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends. Only for
       processes that you trust.
     - `eager`: creates all groups now. `warm_up`: runs a small all-reduce in each.
-    - `get_embedding_ranks`: picks from a pipeline's ranks; default: the first and the last.
-    - `get_position_embedding_ranks`: default: the first.
-    - `device_mesh`: a torch DeviceMesh whose dims are named after axes. Replaces sizes and order, and supplies groups.
+    - `get_embedding_ranks`: a function that picks the ranks with the word embedding from a pipeline's ranks; default:
+      the first and the last.
+    - `get_position_embedding_ranks`: the same for the position embedding; default: the first.
+    - `device_mesh`: a torch DeviceMesh whose dims are named after axes. It replaces sizes and order, and its process
+      groups are used.
     - `failure_domain`: with `root` the death of any rank fails all groups on all ranks. With `replica` it fails the
       world and each group with ranks of the dead rank's data-parallel replica.
 
@@ -393,7 +396,7 @@ def ensure_model_parallel_initialized(
 ) -> None:
     """Initialises the groups, or checks that the existing ones match these arguments.
 
-    Compares the sizes, the order, and the backend of tp's device group, as far as they are given. Raises
+    Compares only the arguments that are passed: the sizes, the order, and the backend of tp's device group. Raises
     ConfigMismatchError if one of them differs.
     """
     if backend is not None:
@@ -467,7 +470,7 @@ def init_model_parallel_group(
     Each rank of the world is in exactly one list, and must call this function with the same arguments.
 
     - `use_device_communicator`: False forbids this library's kernels.
-    - `use_custom_allreduce`: False forbids them as well. Default: the value of `set_custom_all_reduce`.
+    - `use_custom_allreduce`: False also forbids this library's kernels. Default: the value of `set_custom_all_reduce`.
     - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers.
     """
     world = get_world_group()
@@ -494,7 +497,7 @@ def init_model_parallel_group(
 
 
 def model_parallel_is_initialized() -> bool:
-    """Returns True if tp and pp groups exist, also through `ParallelGroups.use()`."""
+    """Returns True if tp and pp groups exist, including groups that `ParallelGroups.use()` made current."""
     return try_get_current_groups() is not None or _GROUPS is not None
 
 
@@ -592,7 +595,7 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
 
     Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
     names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one. `experts=True`
-    returns the mesh of `ep`, `etp` and `efsdp`, which order the ranks differently.
+    returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order the ranks differently.
 
     Raises LayoutError for names that overlap or order the ranks differently, and GroupNotInitializedError in a
     simulated world.
@@ -647,9 +650,10 @@ def get_nodes() -> list[list[int]]:
 
 
 def get_process_environment() -> ProcessEnvironment:
-    """Returns this process's rank, local rank and sizes: of the world, torch's default group, or the launcher.
+    """Returns this process's rank and local rank, and the sizes of the world and of this host.
 
-    Works before any init. The result has no address. Raises SettingError for contradictory variables.
+    They are those of the world, else of torch's default group, else of the launcher. Works before any init. The result
+    has no address. Raises SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

@@ -1,7 +1,7 @@
 """Serves the store through which ranks find each other, on the node that has rank 0.
 
-A control plane's `World` serves the store and requires the job's secret. Without the compiled library, or on several
-nodes without a secret, torch's TCPStore serves instead. TCPStore accepts every client.
+The compiled library serves the store (class `World`) to clients with the job's secret. Without the compiled library, or
+on several nodes without a secret, torch's TCPStore serves it to every client.
 """
 
 from __future__ import annotations
@@ -169,7 +169,10 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports that this node's ranks are done. The node with the store waits for the ranks of all nodes."""
+    """Reports that this node's ranks are done.
+
+    On the node that serves the store, waits until the ranks of all nodes are done.
+    """
     done, world = 0, config.world_size or 1
     try:
         bounded = BoundedStore(store)

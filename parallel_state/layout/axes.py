@@ -95,10 +95,10 @@ BY_PARAMETER = {axis.size_parameter: axis for axis in AXES if axis.size_paramete
 @dataclass(frozen=True)
 class Preset:
     order: str
-    """Axes, fastest-varying first. `dp` stands for `dp_shard-dp_replicate`."""
+    """Axes joined by `-`, fastest-varying first. `dp` stands for `dp_shard-dp_replicate`."""
     about: str
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Axes of those groups that span other axes in this preset than in AXES."""
+    """Group name -> axes, for groups that span other axes in this preset than in AXES."""
     defaults: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -104,8 +104,8 @@ class Grid:
 class Layout:
     """The ranks of every group; `resolve_layout` creates a layout.
 
-    A group's name is that of an axis (`tp`), or of a group that spans axes (`dp`). Several names together refer to the
-    group that spans all their axes. Ranks are global, starting at `rank_offset`.
+    A group has the name of its axis (`tp`), or a name of its own if it spans several axes (`dp`). If a method gets
+    several names, they mean the group that spans all their axes. Ranks are global, starting at `rank_offset`.
     """
 
     grids: tuple[Grid, ...]
@@ -131,7 +131,7 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the number of ranks of the named group. If such groups differ in size, returns the largest number."""
+        """Returns the number of ranks in a group of this kind, or in the largest one if their sizes differ."""
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:

@@ -160,8 +160,9 @@ class MessageCalls(GroupFacts):
 
         - `all_gather_group`: a group whose ranks all hold the same tensors. Each rank sends one slice of each tensor
           that divides evenly. The receivers gather the slices over their own `all_gather_group`.
-        - `all_gather_tensors`: `{"residual": False}` sends this tensor whole, because it differs between these ranks.
-        - `spec`: describes the dict. The receiver passes an equal spec, and torch.compile can compile the call.
+        - `all_gather_tensors`: `{"residual": False}` sends the tensor `residual` whole. Needed for tensors that differ
+          between ranks of `all_gather_group`.
+        - `spec`: describes the dict in advance; the receiver passes an equal spec. The call can then be compiled.
         """
         self._check_options("send_tensor_dict", all_gather_group, all_gather_tensors, spec)
         if self.world_size == 1 and _is_only_rank(dst) and self._is_single_rank():

@@ -62,8 +62,8 @@ class Medium(Protocol):
     ) -> Outgoing | Handle | bool:
         """Tries to send the object, and returns True if it was sent. Waits only if `waits` is set.
 
-        Returns False if the caller must encode the object. Otherwise returns the encoded message, or the handle of a
-        started send.
+        If the send isn't complete, returns the encoded message, the handle of a started send, or False if the caller
+        must encode the object.
         """
         return False
 
@@ -84,7 +84,10 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the group's medium. All ranks choose the same, because they agreed when the group was made."""
+    """Returns the medium for the group's messages.
+
+    All ranks choose the same one, because they agreed on the group's memory when they created the group.
+    """
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -100,9 +103,9 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the number of the calling method.
+    """Returns the number of the method for which `reader` receives.
 
-    A call with a spec can complete a receive that was started earlier. That receive counts as one without a spec.
+    During a call with a spec, a receive that was started before, without a spec, counts as recv_tensor_dict.
     """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
@@ -204,7 +207,10 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels` is None if just each host's first rank is connected. Messages to one rank then are transfers."""
+        """Sends messages through `channels`.
+
+        If only each host's first rank is connected, `channels` is None, and messages to one rank are sent as transfers.
+        """
         super().__init__(route)
         self.channels = channels
         self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
@@ -304,7 +310,10 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Fixes a broadcast's order among collectives: a rank in a collective doesn't read the message queue."""
+        """Gives a broadcast its place in the order of the group's collectives.
+
+        Without this, a mismatch could go undetected: a rank in a collective doesn't read the message queue.
+        """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)
 

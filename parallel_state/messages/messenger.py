@@ -96,7 +96,8 @@ class Messenger:
     ) -> Outgoing | Handle | None:
         """Sends the object immediately if possible, and returns None. Waits only if `waits` is set.
 
-        Otherwise returns the encoded message, or the handle of a started send: pass the result to `isend` or `send`.
+        If the send isn't complete, returns the encoded message or the handle of a started send: pass the result to
+        `isend` or `send`.
         """
         if self._unwaited:
             self._forget_sent()

@@ -44,7 +44,10 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """`gathers`: all-gather the slices of tensors as they arrive. If False, `build` gathers the slices."""
+        """Prepares to receive an object from rank `src`.
+
+        With `gathers`, slices of tensors are all-gathered as they arrive. Otherwise `build` gathers them.
+        """
         self.src = src
         self._owner = owner
         self._group = group
@@ -56,7 +59,7 @@ class Reader:
         if out is not None and type(out.tensors) is dict:
             given = out.tensors
         self.wanted: tuple[Any, ...] = (settings.MAX_METADATA_BYTES.get(), slices, gather, given, views, None, 0)
-        """Arguments for C++, which `Received` in csrc/messages_api.cpp explains."""
+        """Arguments of the C++ class `Received`, explained in csrc/messages_api.cpp."""
 
     def take_bytes(self, head: bytes, head_bytes: int, tensor_bytes: int | None) -> list[Tensor]:
         header = wire.parse_header(head, self._owner.route.context, self.src, head_bytes)

@@ -1,7 +1,8 @@
 """The format of a message: a head (header and body), and the tensors.
 
 The body is the codec's metadata and one byte per tensor: 1 if only a slice is sent. If a value can't be encoded, the
-body is the error's text. Transfers split the head, because sender and receiver must know the size of each transfer:
+body is the error's text. If messages are sent as transfers, the head is split, because a receiver must know the size of
+each transfer beforehand:
 
     frame     [4096]   the head or its beginning
     rest      [n]      the remaining bytes of the head, if any
@@ -52,7 +53,7 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Received tensors from this size on use the group's memory: page faults of new memory cost more than the message."""
+"""Size from which received tensors use the group's memory: page faults in new memory cost more than the message."""
 LENT_BYTES = 128 << 10
 """Receivers can get views of a sender's tensors from this size on. Equals `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)

@@ -120,10 +120,10 @@ class Agreement:
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
     ) -> str:
-        """Waits for all `ranks`, which make the same call. Returns a new name for `what`.
+        """Waits until all `ranks` have made the same call. Returns a new name for `what`.
 
-        The name ends with the attempt's number, so groups of a later world get the names of an earlier one: DTensor's
-        caches find groups by name. A late rank joins the next attempt. If a rank passes a `problem`, all raise
+        The name ends with the number of the attempt. A later world thus uses the same names again, by which DTensor's
+        caches find groups. A late rank joins the next attempt. If a rank passes a `problem`, all raise
         CommunicationError.
         """
         if len(ranks) == 1 or self.alone:

@@ -29,7 +29,7 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""The first channel of this library. Tags are made from channels: high ones differ from the program's own tags."""
+"""The first channel that this library uses. Tags are made from channels. High tags differ from the program's."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 

@@ -37,7 +37,7 @@ class GroupOptions:
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
         """Returns a copy with backend and timeout filled in. Raises InvalidArgumentError for invalid values.
 
-        `known`: a backend that isn't checked.
+        `known`: a backend that is accepted without a check.
         """
         if self.backend not in (None, known):
             check_backend(self.backend)
@@ -80,8 +80,9 @@ class GroupOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns options with the timeout `limit_s` for creating a group. The caller sets the group's timeout
-        afterwards.
+        """Returns the options for creating a group, with a timeout of at least `limit_s`.
+
+        The caller sets the group's own timeout afterwards.
         """
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 

@@ -3,7 +3,8 @@
 Strategies, by the ranks that create a group:
 - `local`: its members only.
 - `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device.
-- `global`: all ranks, with one `new_group` per list, also for lists without them; for backends that need it.
+- `global`: all ranks, for backends that need it. Each rank calls `new_group` for every list, also for lists that don't
+  contain the rank.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class ProcessGroupPool:
         self._lock = threading.RLock()
         """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
-        """The lock of each group; that of None is for groups that all ranks create together."""
+        """The lock of each group's creation. The key None is for groups that all ranks create together."""
 
     @property
     def groups_made(self) -> int:
@@ -147,13 +148,15 @@ class ProcessGroupPool:
         root: str = "",
         unshared: bool = False,
     ) -> Acquired:
-        """Returns the group of `ranks` (global, ascending, including this one). Every member calls it in the same
-        order.
+        """Returns the group of `ranks` (global, ascending, including this one). Every member must call it; ranks
+        acquire their groups in the same order.
 
         - `division`: a function that returns all rank lists of this kind, which together are the world. If given, every
           rank of the world must call.
-        - `near`: groups that live longer. If one has the same ranks, options and root, it is returned.
-        - `unshared`: always creates a new group, as threads need: gloo matches operations of one group by their order.
+        - `near`: groups that exist longer than the returned one. If one of them has the same ranks, options and root,
+          it is returned.
+        - `unshared`: always creates a new group. Threads need groups of their own, because gloo matches a group's
+          operations by their order.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
@@ -243,7 +246,10 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Creates a group by its members, under a new name: the store keeps the addresses of a failed attempt."""
+        """Creates a group; only its members call this.
+
+        Each attempt uses a new name, because the store keeps the addresses of a failed attempt.
+        """
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
@@ -341,7 +347,8 @@ class ProcessGroupPool:
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
-        """Ranks that acquired together must release together.
+        """Gives back a group; the last `release` destroys it. Ranks that acquired a group together must release it
+        together.
 
         `failed`: the group may have operations that never complete.
         """

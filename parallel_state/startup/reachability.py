@@ -83,9 +83,9 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Returns the result of the agreement, and the pairs of ranks without connection that all `ranks` found.
+    """Exchanges the unreached pairs of all `ranks`; `value` has those of this rank.
 
-    The agreement ends early if one of `watched` exits.
+    Returns the ranks' decision and all pairs. Ends early if one of `watched` exits.
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended

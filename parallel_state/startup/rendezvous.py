@@ -72,11 +72,14 @@ _ANSWER_S = 1.2
 _DOUBT_S = 1.0, 10.0  # when rank 0 accepts a repeated complaint
 
 _WORLD, _COMPLAINT = "world", "complaint"
-"""Keys of the launcher's store. Two more are `_VERDICT` and `_HEARD`, with the world's name appended."""
+"""Keys of the launcher's store. The store also has the keys `_VERDICT` and `_HEARD`, each with the world's name
+appended.
+"""
 _LATE = "late"
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""`_GONE` is the prefix of an entry's key after the entry's rank exited."""
+"""`_GONE` is the prefix of an entry's key after the entry's rank exited. `_NOTHING` stands for a key without a value.
+"""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -105,10 +108,10 @@ class Met(NamedTuple):
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns `towards_store`, the local address on the route to the store.
+        """Returns the address at which other ranks reach rank `rank`.
 
-        If `towards_store` is loopback and the world has several hosts, returns the address of `rank` in `places`
-        instead.
+        This is `towards_store`, the local address on the route to the store. If that is loopback and the world has
+        several hosts, it is the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -486,7 +489,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """If an earlier start failed before this rank entered, raises the error of that start, but only once."""
+        """Raises the error of a start that failed before this rank took part in it. Raises it only once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -507,7 +510,7 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision. Returns False if this world belongs to an earlier start or has another size."""
+        """Waits for rank 0's decision. Returns False if a later start has replaced this world, or its size differs."""
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())

@@ -95,9 +95,9 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields before each poll of a server, with pauses that grow with the number of ranks that poll.
+    """Yields once for each poll of a server, and sleeps between the polls.
 
-    Yields at least once, and a last time at the deadline.
+    Sleeps longer if more ranks (`ranks`) poll the same server. Yields at least once, and a last time at the deadline.
     """
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
@@ -320,9 +320,9 @@ _SHOWN_BYTES = 48
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered. Without a store, torch's client would block in C++ for its whole timeout.
 
-    Sends VALIDATE, a magic number, and PING with a random number; a store returns this number (torch 2.3 to 2.15).
-    Raises ForeignServiceError if another service answers. Raises OSError if nothing answers, because a store shuts
-    down, or a proxy's server hasn't started.
+    Sends VALIDATE, a magic number, and PING with a random number, which a store returns (torch 2.3 to 2.15). Raises
+    ForeignServiceError if another service answers. Raises OSError if nothing answers: a store is shutting down, or a
+    proxy's server hasn't started.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)

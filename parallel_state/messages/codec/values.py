@@ -73,7 +73,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a check of all dict keys in a message: True if an encoder could have sent them.
+    """Returns a function that checks a message's dict keys: True if an encoder can have sent all of them.
 
     Other keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
     """
