@@ -1,6 +1,6 @@
 """Finds all-reduces that one op can fuse with an add, an RMS norm and possibly a quantization.
 
-An op that writes the ordering token is an `auto_functionalized_v2`.
+In the graph, an op that writes the ordering token is an `auto_functionalized_v2` node.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users

@@ -31,7 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields a group (the world's, or one over torch's default group) and each host's ranks; None without peers."""
+    """Yields the group of the world, or of torch's default group, and each host's ranks. Without peers yields None."""
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -190,7 +190,8 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Works as `GroupCoordinator.all_to_all`, without an init, over any group of torch (None: the default group).
+    """Works as `GroupCoordinator.all_to_all`, but needs no init. `group`: any group of torch; None is the default
+    group.
 
     Without a default group, or in a group of one rank, returns `x`. Either all ranks' `x` require a gradient, or none.
     """

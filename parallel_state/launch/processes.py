@@ -156,10 +156,7 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if there are too few file descriptors.
-
-        The fork server would otherwise exit with a traceback.
-        """
+        """Raises OSError if few file descriptors are free. Otherwise the fork server would exit with a traceback."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):

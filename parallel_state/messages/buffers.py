@@ -78,9 +78,9 @@ def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Copies received tensors to their buffers, except tensors that were received in place.
+    """Copies received tensors to their buffers, except those received in place.
 
-    If any tensor doesn't fit, raises InvalidArgumentError and changes no buffer.
+    If a tensor doesn't fit, raises an error and changes no buffer.
     """
     buffers, tensors = out.tensors, {}
     problem = None

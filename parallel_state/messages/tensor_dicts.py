@@ -1,7 +1,7 @@
 """Sends tensor dicts that sender and receiver describe by equal specs. Only the spec's digest and tensors are sent.
 
     first = group.recv_tensor_dict()             # eager, with metadata
-    spec = TensorDictSpec.of(first)              # the sender makes its own from what it sent
+    spec = TensorDictSpec.of(first)              # the sender passes the dict that it sent
     then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
 
 Tensors without elements are not sent.

@@ -55,7 +55,7 @@ CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
 """Size from which received tensors use the group's memory: page faults in new memory cost more than the message."""
 LENT_BYTES = 128 << 10
-"""Receivers can get views of a sender's tensors from this size on. Equals `Lender::kLeastBytes` in csrc/loans.h."""
+"""Size from which a sender lends a tensor's memory to receivers. Equals `Lender::kLeastBytes` in csrc/loans.h."""
 LEFT, DONE, NO_ROOM = range(3)
 """The values of `Outcome` in csrc/messages.h."""
 STARTED = 4

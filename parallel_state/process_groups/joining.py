@@ -114,7 +114,7 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Compiles the native code before deadlines start (a minute on a busy machine). Removes leftovers in /dev/shm.
+    """Compiles the native code before deadlines start, because this can take a minute. Removes leftovers in /dev/shm.
 
     GPU groups need the code as well: their messages use shared memory of the host.
     """

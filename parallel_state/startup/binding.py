@@ -29,9 +29,8 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds this process to its cores in PARALLEL_STATE_CORES, and returns the previous cores.
-
-    Returns None if the variable is unset.
+    """Binds this process to the cores that PARALLEL_STATE_CORES gives to its rank. Returns the previous cores, or None
+    if the variable is unset.
     """
     found = cores_as_set(local_rank, local_world_size)
     if found is None:

@@ -108,7 +108,7 @@ class Met(NamedTuple):
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns the address at which other ranks reach rank `rank`.
+        """Returns the address at which other ranks reach this one, `rank`.
 
         This is `towards_store`, the local address on the route to the store. If that is loopback and the world has
         several hosts, it is the rank's address in `places`.
