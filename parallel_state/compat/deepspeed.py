@@ -1,7 +1,7 @@
 """A model-parallel unit for DeepSpeed 0.19: `deepspeed.initialize(…, mpu=parallel_state.compat.deepspeed)`.
 
 Call `initialize_model_parallel` after deepspeed.init_distributed and before deepspeed.initialize. Otherwise the first
-getter makes all ranks data parallel, and every rank must call that getter first.
+call of a getter makes all ranks data parallel, and every rank must make this call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
     "sequence_parallel": ("cp", _USUAL),
     "sequence_data_parallel": ("dp_cp", _USUAL),
 }
-"""DeepSpeed's name of a group -> (this library's name, facts for which DeepSpeed has getters)."""
+"""DeepSpeed's name of a group -> (this library's name, endings of the getters that DeepSpeed has)."""
 
 NOTES: dict[str, str] = {
     "get_model_parallel_rank": "the rank in tp × pp, as in DeepSpeed's grid; Megatron's is the rank in tp",

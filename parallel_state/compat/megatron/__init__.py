@@ -47,7 +47,7 @@ _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the group that a variable of Megatron names (`_TENSOR_MODEL_PARALLEL_GROUP`, …), or None."""
+    """Returns the value of Megatron's variable `name` (`_TENSOR_MODEL_PARALLEL_GROUP`, …): a group or None."""
     if name in lookup.VARIABLES:
         return lookup.group_of(lookup.VARIABLES[name])
     raise absent(__name__, name, MISSING)

@@ -58,7 +58,7 @@ def initialize_model_parallel(
     """Creates all of Megatron's groups. Every rank of torch's default group must call this.
 
     `create_gloo_process_groups` adds a gloo group to each data-parallel group. Options without effect are logged once:
-    SHARP, and those of NCCL on the CPU. Keyword-only arguments must have their defaults.
+    SHARP, and on the CPU all options of NCCL. For keyword-only parameters only the defaults are supported.
 
     Raises NotInitializedError before init_process_group, InitializedError if the groups exist, and RefusedError if
     sizes don't fit.
@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Creates a second group with the ranks of `kind`. Calls of the second group don't wait for calls of the first."""
+    """Creates a second process group for the ranks of each group of `kind`, and returns this rank's."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -217,9 +217,9 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Returns second groups of `dp_cp` and `edp`, whose calls can overlap calls of the first groups.
+    """Creates a second group for the ranks of `dp_cp`, and with `for_expert_parallelism` one for those of `edp`.
 
-    Every rank must call this.
+    Calls of the second groups can overlap calls of the first groups. Every rank must call this.
     """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")

@@ -57,7 +57,7 @@ _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
     "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
     "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
 }
-"""Middle of the getters' names -> (kind of group, or a function from flags to a kind; getters that exist)."""
+"""Middle of the getters' names -> (kind of group, or a function that chooses it by flags; endings of the names)."""
 _TEXTS = {
     "group": "Returns this rank's {} process group. Without one, returns None unless `check_initialized`, else raises "
     "NotInitializedError.",
@@ -180,7 +180,7 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns the group of `dp`, `dp_cp`, or `intra_dp_cp` (the ranks of `dp_cp` in this optimizer instance)."""
+    """Returns the group that the flags choose: `dp`, `dp_cp`, `dp_cp_ag`, or `intra_dp_cp` (one optimizer instance)."""
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")
     return lookup.required(_data_parallel(with_context_parallel, partial_data_parallel))
@@ -204,9 +204,9 @@ def get_data_modulo_expert_parallel_group(partial_expert_data_parallel: bool = F
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[Any] | None:
-    """Returns this rank's group of each level.
+    """Returns this rank's context-parallel groups, one for each level of the hierarchy.
 
-    If there are no groups, raises NotInitializedError if `check_initialized` is True, and returns None if not.
+    Without such groups, returns None, or raises NotInitializedError if `check_initialized`.
     """
     if not lookup.HIERARCHICAL and check_initialized:
         raise NotInitializedError(
@@ -228,7 +228,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets this rank's virtual pipeline stage, also in `parallel_state`'s groups if these have such a stage."""
+    """Sets this rank's virtual pipeline stage here, and in `parallel_state` if its pipeline has this stage."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None

@@ -1,7 +1,7 @@
 """Finds this rank's groups by kind, and keeps the values of Megatron's setters.
 
-A kind is a row of the axis table, or `dp_cp_ag`, which only Megatron has. If a program has assigned a group to
-Megatron's module variable, that group is used instead of this library's group.
+A kind is the name of a group in this library (`tp`, `dp_cp`, …), or `dp_cp_ag`, which only Megatron has. If a program
+has assigned a group to Megatron's module variable, that group is used instead of this library's group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Options of the last initialize_model_parallel. The key `dp_cp_ag` has the all-gather group of that kind."""
+"""Options of the last initialize_model_parallel. Key `dp_cp_ag`: the second group with the ranks of `dp_cp`."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -44,9 +44,9 @@ VARIABLES = {
     for name, kind in kinds.items()
 }  # fmt: skip
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""Kind -> the first variable of this kind.
+"""Kind of group -> the first of Megatron's variables for this kind.
 
-The other variables are for the axis `gtp_remat` of Megatron's main branch, which has one rank here.
+Any further variables are for the axis `gtp_remat` of Megatron's main branch. The size of this axis is always 1 here.
 """
 
 
@@ -76,7 +76,7 @@ def group_of(kind: str) -> Any:
 
 
 def has_group(kind: str) -> bool:
-    """Returns True if groups of this kind exist or can be created. Only for kinds that every layout has."""
+    """Returns True if the group exists or can be created. `kind` must be a group that every layout has."""
     return _assigned(kind) is not None or state.model_parallel_is_initialized()
 
 

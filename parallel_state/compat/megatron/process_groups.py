@@ -133,7 +133,7 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts Megatron's options of a group. Raises RuntimeError for an unknown net, like Megatron."""
+    """Converts Megatron's options of a group to GroupOptions. Raises RuntimeError for an unknown net, like Megatron."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
