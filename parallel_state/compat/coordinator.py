@@ -1,4 +1,4 @@
-"""Defines the calls that have the same names in several engines' group coordinators."""
+"""Defines a base class for group coordinators: the calls that have the same names in several engines."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -22,7 +22,7 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the only view of group `made`. The class's `_show` receives `facts`."""
+        """Returns the view of group `made`. The first call creates the view and passes `facts` to `_show`."""
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

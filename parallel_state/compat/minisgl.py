@@ -58,7 +58,8 @@ def implementation() -> Any:
 def install() -> None:
     """Adds the communicator to `DistributedCommunicator.plugins`; mini-sglang uses the last plugin.
 
-    Idempotent, until `destroy_distributed()` removes the communicator. Raises UnsupportedError if CUDA is available.
+    Idempotent. After `destroy_distributed()`, which removes the communicator, call this again. Raises UnsupportedError
+    if CUDA is available.
     """
     if torch.cuda.is_available():
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Builds an engine's module from tables of names."""
+"""Helpers for the modules that have an engine's names: they collect, forward and rename functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
     """Returns name -> reason from a table of reason -> names.
 
-    `MessageQueue.(recv buffer)` stands for two members of a class.
+    In names, `MessageQueue.(recv buffer)` stands for `MessageQueue.recv` and `MessageQueue.buffer`.
     """
     found = {}
     for reason, names in table.items():
@@ -57,7 +57,7 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
     """Creates a function that calls `method` of the object that `find` returns.
 
-    `of` describes this object in the docstring.
+    In the new function's docstring, the object is called `of`.
     """
 
     @functools.wraps(method)
@@ -70,10 +70,10 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Creates a function that calls `method` and has an engine's parameter names.
+    """Creates a function that calls `method`, with an engine's parameter names and the docstring `text`.
 
-    `dst!` removes the parameter's default. `group?` adds a parameter that is ignored; ignored parameters must be last.
-    `then` converts the result.
+    In `names`, `dst!` removes the default of `dst`, and `group?` adds an ignored parameter. Ignored parameters must be
+    last. `then` converts the result.
     """
     signature = inspect.signature(method)
     itself, *parameters = signature.parameters.values()

@@ -1,6 +1,6 @@
 """SGLang's GroupCoordinator: a view of one of this library's groups.
 
-Objects of unregistered types are pickled, as in SGLang.
+Objects are pickled, as in SGLang, if their type isn't registered with this library.
 """
 
 # mypy: disable-error-code="override"
@@ -139,7 +139,7 @@ class GroupCoordinator(GroupView):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> tuple[Tensor, ...] | None:
-        """Returns None, as SGLang does without ROCm. The caller then quantizes the result."""
+        """Returns None, as SGLang does without ROCm. The caller then calls separate functions."""
         return None
 
     def all_gather(

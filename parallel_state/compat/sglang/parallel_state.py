@@ -31,7 +31,7 @@ logger = logging.getLogger("parallel_state")
 
 globals().update(collect({coordinator: "REDUCE_OP_SUM P2PWork _groups flashinfer_allreduce inplace_all_reduce"}))
 _made: dict[str, GroupCoordinator] = {}
-"""Groups by their name in `get_parallel()`. Names whose group has all ranks of a stage share one object."""
+"""Name in `get_parallel()` -> group. If several groups have all ranks of a stage, their names share one object."""
 _patched: set[str] = set()
 _vllms: dict[str, Any] = {}
 _GLOBALS = {
@@ -277,7 +277,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Sets this rank's gather slot in SGLang's flags. SGLang would compute a wrong slot from the replaced sizes."""
+    """Keeps this rank's gather slot (an SGLang flag) within the block. The new sizes would give a wrong slot."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:

@@ -1,4 +1,4 @@
-"""Makes `parallel_state` the backend of groups in SGLang's CPU engine (setting PARALLEL_STATE_PLUGIN)."""
+"""Makes this library the backend of groups in SGLang's CPU engine, if PARALLEL_STATE_PLUGIN contains `sglang`."""
 
 from __future__ import annotations
 

@@ -86,13 +86,13 @@ globals().update(collect(_NAMES))
 
 
 def suspend_device_comms() -> None:
-    """Returns the groups' memory to the system. Every rank calls it, while no other call is in progress."""
+    """Frees the groups' memory. Every rank must call this, while no other call is in progress."""
     for route in routes():
         route.suspend()
 
 
 def resume_device_comms() -> None:
-    """Allocates again what suspend_device_comms gave back. Every rank must call this."""
+    """Allocates the memory that suspend_device_comms freed. Every rank must call this."""
     for route in routes():
         route.resume()
 

@@ -192,9 +192,9 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Returns the tensors, `[tokens, …]`, with the rows of all data-parallel ranks.
+        """Gathers the tensors, of shape `[tokens, …]`, from all data-parallel ranks along dim 0.
 
-        With `is_sequence_parallel`, the rows come from all ranks of this group. Without `use_all2all`, returns the
+        With `is_sequence_parallel`, gathers from all ranks of this group instead. Without `use_all2all`, returns the
         inputs.
         """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
@@ -207,7 +207,7 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Gathers the tokens of all data-parallel ranks, if the tokens' experts are already chosen."""
+        """Does what `dispatch_router_logits` does, for tokens whose experts are already chosen."""
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:

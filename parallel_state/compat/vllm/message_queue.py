@@ -49,7 +49,7 @@ _SPIN_NS, _CROWDED_SPIN_NS = 100_000, 2_000
 _LOG_S = 60.0
 _FOREVER_S = 1e9  # no timeout: a wait ends if the other end's process exits
 _GRACE_S = 0.5
-"""PeerDiedError is raised this much later, so that the program's own handling of the exit (`shutdown`) runs first."""
+"""Delay of PeerDiedError after another process's exit, so that the program can call `shutdown` first."""
 _NAP_S = 0.001
 _READY = b"READY"
 _OUT_OF_BAND_BYTES = 1 << 20
@@ -306,8 +306,8 @@ class MessageQueue:
     ) -> MessageQueue:
         """Creates a queue from `writer_rank`, a rank in the group, to all other ranks.
 
-        Every rank of the group must call this. With `external_writer_handle`, another process is the writer, and
-        `writer_rank` is a reader, too.
+        Every rank of the group must call this. With `external_writer_handle`, the writer is the process that made
+        this handle, and `writer_rank` is a reader.
         """
         queue, handle = None, external_writer_handle
         _check_local(same := in_the_same_node_as(pg, writer_rank))

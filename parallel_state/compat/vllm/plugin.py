@@ -55,7 +55,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """Returns the plug-in's answer, or None if the plug-in fails: vLLM also treats that plug-in as inactive."""
+    """Calls the plug-in `ask`. Returns None if the plug-in raises, because vLLM treats such plug-ins as inactive."""
     try:
         return ask()
     except Exception:
@@ -89,9 +89,9 @@ def install() -> str | None:
 
 
 def queue_class(theirs: Any) -> Any:
-    """Returns a replacement of vLLM's queue class.
+    """Returns the class that replaces `theirs`, vLLM's queue class.
 
-    If some readers are on other hosts, this class makes vLLM's own queue.
+    For a queue with readers on other hosts, the new class creates an object of `theirs`.
     """
 
     class Queue(MessageQueue):

@@ -30,7 +30,7 @@ class StatelessProcessGroup(StoreGroup):
         self._barriers = 0
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Returns the tensor of rank `src`. On rank `src`, this is the argument itself."""
+        """Returns the tensor of rank `src`. Rank `src` gets its argument back, not a copy."""
         return self.broadcast_obj(tensor, src)
 
     def send(self, tensor: Tensor, dst: int) -> None:

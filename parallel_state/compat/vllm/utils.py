@@ -66,7 +66,7 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:
-    """Returns True if `inp` is contiguous, or has as many bytes as its storage from the offset to the end."""
+    """Returns True if `inp` is contiguous, or fills its storage from its offset to the end."""
     rest_bytes = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
     return inp.is_contiguous() or rest_bytes == inp.numel() * inp.element_size()
 
@@ -108,7 +108,7 @@ def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Creates a gloo group that isn't registered with torch. Raises CollectiveTimeoutError 1 s after `timeout`."""
+    """Creates a gloo group that isn't registered with torch. Raises CollectiveTimeoutError after `timeout` + 1 s."""
     # In a thread: gloo's store operations have no deadline.
     call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
     limit_s = timeout.total_seconds()
