@@ -97,7 +97,7 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:
-    """Returns the ranks' records by group. A key is (stem of the group's name, ranks, number of newer such groups)."""
+    """Returns the ranks' records by group. A key is (name, ranks, number of newer groups with this name and ranks)."""
     newest: dict[int, dict[str, Any]] = {}  # of several processes of a rank, the newest
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)

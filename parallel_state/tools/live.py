@@ -67,7 +67,7 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
 
 
 def find(target: str) -> Job:
-    """Finds a job by the PID of a rank or launcher on this host, or by the job's id. Raises LookupError."""
+    """Finds a job by its id, or by the PID of a rank or launcher on this host. Raises LookupError if none is found."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:

@@ -18,7 +18,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """A rank's wait in a call: until the last rank entered, or until the call completed without the last rank."""
+    """A rank's wait in a call: until the last rank entered the call, or until the call completed earlier."""
 
     seconds: float
     rank: int

@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """The candidates of one library. `bench/worker.py` describes the interface of a team."""
+    """Runs the candidates of one library. `bench/worker.py` describes the methods prepare, check and run."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class TensorTeam:
         """Waits until the device is idle."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the runtime adds elements of `dtype`. The returned dtype has the same size."""
+        """Returns the dtype in which the library adds elements. An MPI without bfloat16 adds bfloat16 as int16."""
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -208,7 +208,7 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
 
 
 def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Creates test values by repeating one short period: a whole int64 ramp takes four times the memory."""
+    """Creates a tensor of test values. Repeats a period of 7 values, because a ramp of int64 would need more memory."""
     period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
     return period.repeat(-(-count // 7))[:count].contiguous()
 

@@ -90,7 +90,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns BENCHMARK_COMMIT, or else git's commit. A copied tree sometimes lies inside another repository."""
+    """Returns the environment variable BENCHMARK_COMMIT, else the checkout's commit, else "unknown"."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]

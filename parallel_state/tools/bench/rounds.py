@@ -37,7 +37,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Returns the samples of all candidates. Removes a team from `teams` if the team fails."""
+    """Measures all candidates for one case, and returns their samples. Removes failed teams from `teams`."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]

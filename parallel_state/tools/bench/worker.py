@@ -1,4 +1,6 @@
-"""Defines the interface of a team. Each method is called on all ranks of the team at the same time.
+"""Defines the methods of a team, an object that runs the candidates of one library.
+
+Each method is called on all ranks of the team at the same time:
 
 prepare(values) -> list[str]     returns the candidates for a case, the same on every rank
 check(name) -> str | None        makes one call of the candidate; returns the result's problem, or None
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """Raised if a library's candidates fail, or don't answer in time."""
+    """Raised if a team (the candidates of one library) fails, or doesn't answer in time."""
 
 
 def last_line(text: str) -> str:
@@ -21,9 +23,9 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The duration of all calls, or each call's start or end in ns of the host's clock.
+    """The times of one rank: `elapsed_s` of all calls, or the time at which each call started or ended.
 
-    Only one rank has starts. A call lasts from its start to its last end on any rank.
+    One rank reports starts, the others ends, in ns of the host's clock. A call ends when its last rank reports the end.
     """
 
     elapsed_s: float = 0.0

@@ -33,7 +33,7 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Number of an arrival that stopped answering -> that rank's last stage."""
+    """Arrival number of a rank that stopped answering -> the last stage that the rank reported."""
     met: bool = True
     """False if this rank reached no other rank and has only its own facts."""
 
@@ -196,7 +196,7 @@ def core_times(evidence: Evidence, number: int) -> list[float]:
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns, for each kind, the ranks of each group with the figures of the group's slowest rank."""
+    """Returns kind of group -> ranks of a group -> measurements by the slowest of these ranks."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

@@ -32,7 +32,7 @@ class Place(msgspec.Struct):
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """Error in the environment variables; the numbers are those that could be read."""
+    """Error in the launcher's environment variables. Numbers that couldn't be read have defaults."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
@@ -164,7 +164,7 @@ class GroupTraffic(msgspec.Struct):
     """Kind of group, or `world`."""
     ranks: list[int]
     route: str
-    """Names of the communicators that are used, in the order of message sizes."""
+    """Names of the communicators that are used, from that of the smallest message to that of the largest."""
     latency_us: float = 0.0
     latency_mad_us: float = 0.0
     bytes_per_s: float = 0.0

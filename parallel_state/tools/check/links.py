@@ -34,7 +34,7 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """Answers measurements from other hosts. `entry` has address, port and token; [] if `problem` is set."""
+    """Answers measurements from other hosts. `entry` is [address, port, token], or [] if `problem` is set."""
 
     def __init__(self, address: str) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -90,10 +90,11 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of pairs of ranks that measure. `leaders` has one arrival number per host.
+    """Returns rounds of measurements between hosts. `leaders` has the arrival number of one rank per host.
 
-    For up to 24 hosts, returns all pairs, by the circle method; a host is in at most one pair of a round. With more
-    hosts, each host measures only to the hosts at distances 1, 2, 4, ….
+    A round is a list of pairs (measuring rank, measured rank). For up to 24 hosts, returns all pairs, by the circle
+    method; a host is in at most one pair of a round. With more hosts, each host measures only to the hosts at distances
+    1, 2, 4, ….
     """
     count = len(leaders)
     if count < 2:

@@ -36,7 +36,7 @@ class Match:
 
 Predicate = Callable[[Evidence], Iterable[Match]]
 Test = Callable[[Evidence, Group], Words | bool | None]
-"""Returns words for the rule's text, or True if the text needs no words. A false value means no match."""
+"""Tests if a rule applies to a group. Returns words for the rule's text, or True if no words are needed."""
 
 
 def hosts(test: Test) -> Predicate:
@@ -44,7 +44,7 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Tests ranks of one host together if they have equal keys. Ignores ranks whose key is None."""
+    """Applies `test` to each group of ranks on one host that have equal keys. Ignores ranks whose key is None."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -112,7 +112,7 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Fills in the text `found`. Fields are words of the match, words in `_WORDS`, or facts of the first rank."""
+    """Fills in the text `found`. A field names a word of the match, a key of `_WORDS`, or a fact of the first rank."""
     return _Formatter(evidence, match.group).vformat(found, (), match.words)
 
 

@@ -109,7 +109,7 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Returns MASTER_ADDR, or "" if the address differs, there is only one host, or rank 0 doesn't serve the store."""
+    """Returns MASTER_ADDR if several hosts use the same address and rank 0 serves the store, else ""."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""
@@ -251,7 +251,7 @@ _CLOCK_S = 1.0
 _SLOW = 4.0
 _LATENCY = 5.0
 _LATENCY_US = 300.0
-"""Smaller differences between latencies come from the hosts' load."""
+"""Smaller differences between latencies aren't reported, because load on the hosts causes them."""
 _NOMINAL = 0.1
 _GIGABIT = 0.9e9 / 8
 _LOSS = 0.012
@@ -396,7 +396,7 @@ _SHM_BYTES = 512 << 20
 _SHM_FREE_BYTES = 128 << 20
 _MEMLOCK_BYTES = 1 << 30
 _MEMLOCK_LEAST_BYTES = 64 << 10
-"""Default limit in kernels before 5.16."""
+"""Limit below which a host without RDMA is reported: the default of Linux before 5.16."""
 _FILES = 1024
 
 
@@ -443,7 +443,7 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """Finds the smallest set of cores that has fewer cores than ranks that are bound to these cores."""
+    """Finds the smallest affinity mask that contains the masks of more ranks than it has cores."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):
@@ -519,7 +519,7 @@ def far_from_gpu(evidence: Evidence) -> Iterator[Match]:
 
 _SLOW_GROUP = 5.0
 _SLOW_GROUP_US = 2_000.0
-"""Smaller differences between groups come from the kernel's time slices."""
+"""Smaller differences between groups aren't reported, because the kernel's time slices cause them."""
 
 
 def failures(evidence: Evidence, starting: bool) -> Iterator[Match]:

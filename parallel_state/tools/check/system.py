@@ -294,7 +294,7 @@ def versions() -> Versions:
 
 
 def compiled_part() -> tuple[str, str]:
-    """Returns a digest of the compiled library and a problem, if any. Compiles the library if the job would."""
+    """Loads the compiled library, or compiles it as a job would. Returns its digest and a problem; each can be ""."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -387,7 +387,7 @@ def run_cpu(repeats: int = 25) -> float:
 
 
 def gpus() -> Gpus:
-    """Returns the facts of the GPUs without creating a CUDA context. `with_own_gpu` sets `own`."""
+    """Returns the facts of the GPUs without creating a CUDA context. Leaves `own` empty, which `with_own_gpu` sets."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 

@@ -31,7 +31,7 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Creates the groups, and sends traffic through them. Every rank must call this, with the same `left_s`."""
+    """Creates the groups and sends traffic through them. All ranks must call this with the same time limit `left_s`."""
     found = Traffic()
 
     def enter(stage: str) -> None:

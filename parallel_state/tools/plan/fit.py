@@ -80,7 +80,7 @@ def _orders(request: Request) -> Iterator[Change]:
 
 
 def _insert(names: Sequence[str], name: str) -> list[str]:
-    """Inserts `name` in front of the names that come later in AXES."""
+    """Returns `names` with `name` inserted in front of the names that come later in AXES."""
     if name in names:
         return list(names)
     later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]

@@ -69,9 +69,10 @@ def for_script(text: str) -> str:
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the data from which `page.js` computes the groups: grids, axes and kinds.
+    """Returns the data from which `page.js` computes the groups: grids, axes and kinds of groups.
 
-    Kinds for ends of pipelines have `places`, and kinds that divide groups have `parts`: positions in the whole group.
+    For groups at the ends of pipelines, `places` has the positions of a group's ranks in the pipeline. For groups that
+    divide larger groups, `parts` has the numbers of each larger group's parts.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {

@@ -35,7 +35,7 @@ from parallel_state.tools.bench.rounds import measure
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
 OTHER, TORCHS = "other", "torch's"
-"""The communicator without peer memory, and torch's group if that is another communicator."""
+"""Names of two candidates: the communicator used without peer memory, and torch's own group if that is different."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -64,7 +64,7 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Returns the sum, not the norm. The norm's last bits vary, and group creation has already checked the norm."""
+    """Runs the fused kernel and returns only the sum. The norm's last bits vary, so a comparison would fail."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -165,7 +165,7 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns an input and the expected output. The input's elements are `number` larger than in `bench`."""
+        """Returns an input and its expected output. The input is that of `bench` with `number` added to each element."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -226,7 +226,7 @@ class Candidates(GroupTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the graph for at least `calls` calls. Returns the time of `calls` calls."""
+        """Replays the graph for at least `calls` calls. Returns the time, scaled to `calls` calls."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
@@ -274,7 +274,7 @@ def write(row: Thresholds, path: Path) -> None:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Measures and returns the row on the first rank, else None. Every rank must call this."""
+    """Measures on all ranks. Returns the row on the first rank, and None on others. Every rank must call this."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     # The peer-memory communicator is created below, with UNBOUNDED thresholds.
@@ -308,9 +308,9 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
     """Returns candidate -> largest size in bytes for which the candidate is used (0: none).
 
-    Omits the last one of `order`. `order` goes from candidates for small sizes to candidates for large ones. Of all
-    divisions of the sizes, the one with the smallest product of times is chosen, so that every size has the same
-    weight. A candidate without a time isn't used.
+    `order` lists the candidates for small sizes first; the result omits the last one. Of all divisions of the sizes,
+    chooses the one with the smallest product of times, so that every size has the same weight. A candidate isn't used
+    for sizes at which it has no time.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
