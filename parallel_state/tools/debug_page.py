@@ -26,7 +26,7 @@ tr.late td:first-child { box-shadow: inset 4px 0 #dc2626; } td:first-child { fon
 
 class DebugPage:
     fetch_timeout = 0.0
-    """Set by torch, and unused: the control planes have limits of their own."""
+    """Set by torch, and unused: requests to ranks have their own time limits."""
 
     def __init__(self) -> None:
         self._pid = str(os.getpid())

@@ -84,7 +84,7 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
 def _collectives(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yields the events of each collective, one per rank.
 
-    Each process numbers its own groups, so groups with the same stem and ranks are matched by their order.
+    Each process numbers its own groups. Groups with the same name and ranks are therefore matched by their order.
     """
     names: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:

@@ -42,7 +42,7 @@ def dp_slot_in(per_rank: Any) -> int:
 
 
 def world_dp_gather_enabled() -> bool:
-    """Returns False: SGLang gathers over the world only if ranks are elastic."""
+    """Returns False. SGLang gathers over the world only with elastic ranks, which are unsupported here."""
     return False
 
 

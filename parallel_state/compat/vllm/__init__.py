@@ -166,7 +166,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Creates a group for each list, and returns this rank's. Every rank of the world must pass the same lists."""
+    """Creates a group for each list, and returns this rank's group. All ranks of the world must pass the same lists."""
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
@@ -204,7 +204,7 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Creates the groups. The data-parallel size is the number of ranks divided by these sizes."""
+    """Creates the groups. Without vLLM's config, the data-parallel size is world size / (tp × pp × prefill context)."""
     _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 

@@ -112,7 +112,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
-    """Returns the call of this library, and the call's in-place form or None."""
+    """Returns a function that calls `operation` of this library, and a function that works in place, or None."""
     rank = group.rank_in_group
 
     def barrier(x: Tensor) -> Tensor:

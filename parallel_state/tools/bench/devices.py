@@ -46,7 +46,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 class Clock:
-    """Measures durations; on a GPU by events on the current stream."""
+    """Measures durations, on a GPU by CUDA events on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

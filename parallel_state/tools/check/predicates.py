@@ -265,7 +265,7 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Matches links whose problem has this kind. `blocked` is any kind except `stranger` and `broken`."""
+    """Matches links whose problem is of this kind. `blocked` stands for all kinds except `stranger` and `broken`."""
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)

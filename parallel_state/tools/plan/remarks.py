@@ -1,4 +1,4 @@
-"""Finds problems of a layout (warnings) and other remarks (notes), by one function each."""
+"""Finds problems of a layout (warnings) and makes other remarks (notes). Each has its own function."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns an input and its expected output. The input is that of `bench` with `number` added to each element."""
+        """Returns an input and its expected output. The input is that of `bench`, plus `number` in each element."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
