@@ -517,7 +517,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
     """Makes `get_tp_group()` return `tp_group`, such as a draft model's group, in the body. Doesn't nest."""
     groups = get_parallel_groups()
     if _PATCHED.get():
-        raise AlreadyInitializedError("patch_tensor_parallel_group doesn't nest; leave the outer one first")
+        raise AlreadyInitializedError("patch_tensor_parallel_group can't be nested; leave its outer `with` block first")
     _PATCHED.set(True)
     try:
         patched = {**groups.groups, "tp": tp_group}

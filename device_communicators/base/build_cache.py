@@ -81,7 +81,7 @@ def read_sealed(path: Path) -> bytes:
     except OSError as error:
         raise CacheError(str(error)) from error
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise CacheError("others may have written to it")
+        raise CacheError("other users may have written to the cached file")
     body = content[:-_SEAL_BYTES]
     if content != seal(body):
         raise CacheError("it is damaged")

@@ -291,7 +291,7 @@ class World:
         ordered = sorted(set(ranks))
         if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
             raise InvalidArgumentError(
-                f"the agreement '{purpose}' needs global ranks of this world, this one included, but got "
+                f"the agreement '{purpose}' needs global ranks of this world, among them this rank, but got "
                 f"{format_ranks(ranks)}"
             )
         procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])

@@ -333,8 +333,8 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
     """
     if groups.divide is None:
         raise GroupNotInitializedError(
-            f"{groups!r} can't be sharded: only groups from initialize_model_parallel(), create_parallel_groups() or "
-            "simulate() can"
+            f"{groups!r} can't be divided for sharding: use groups from initialize_model_parallel(), "
+            "create_parallel_groups() or simulate()"
         )
     if intra_node_size is not None and intra_node_size < 2:
         raise LayoutError(f"intra_node_size must be at least 2, or None for all of dp, but is {intra_node_size!r}")

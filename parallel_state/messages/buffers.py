@@ -31,12 +31,12 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
         )
     if not isinstance(out, Mapping):
         raise InvalidArgumentError(
-            f"out of {method} on {context} must be a dict of tensors, but is a {type(out).__name__}"
+            f"out= of {method} on {context} must be a dict of tensors, but is a {type(out).__name__}"
         )
     for key, buffer in out.items():
         if not isinstance(key, str) or not isinstance(buffer, Tensor):
             raise InvalidArgumentError(
-                f"out of {method} on {context} must have str keys and tensors, but {key!r} is a "
+                f"out= of {method} on {context} must have str keys and tensors, but {key!r} is a "
                 f"{type(buffer).__name__}; pass tensors only: the call returns the dict's other values"
             )
         if buffer.requires_grad or buffer.layout is not torch.strided:

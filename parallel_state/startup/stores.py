@@ -257,7 +257,9 @@ def _store_of_launch(address: tuple[str, int], place: ProcessEnvironment, deadli
     store = JOB_STORE.try_get(*address)
     if store is None:
         raise RendezvousError(
-            f"rank {place.rank} needs the store of its launch, but that launch has ended", rank=place.rank
+            f"rank {place.rank} needs the store of its launch(), but the process that called launch() has ended; start "
+            "the job again",
+            rank=place.rank,
         )
     store.reach(deadline)
     return store
@@ -274,7 +276,7 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
-        raise TimeoutError("the service there doesn't answer")
+        raise TimeoutError("the service at this address doesn't answer")
     return future.result()
 
 
@@ -336,7 +338,7 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
         if answer == nonce:
             return
         if not answer:
-            raise TimeoutError("the service there doesn't answer")
+            raise TimeoutError("the service at this address doesn't answer")
         answer += _receive(connection, _SHOWN_BYTES, time.monotonic() + _REST_S, closed=b"")
     raise ForeignServiceError(in_words(answer))
 
@@ -353,7 +355,7 @@ def _receive(connection: socket.socket, count: int, until: float, closed: bytes 
             data = b""
         if not data:
             if not received and closed is None:
-                raise ConnectionResetError("the service there closes each connection without an answer")
+                raise ConnectionResetError("the service at this address closes each connection without an answer")
             break
         received += data
     return received

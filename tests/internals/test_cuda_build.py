@@ -194,7 +194,7 @@ def test_a_cubin_that_is_not_whole_is_made_again(
         flipped = bytes([content[0] ^ 1]) + content[1:]
         kept.write_bytes({"cut": content[:-1], "flipped": flipped, "empty": b""}[damage])
     monkeypatch.setenv("PARALLEL_STATE_BUILD", "never")
-    why = "others may have written to it" if damage == "writable" else "it is damaged"
+    why = "other users may have written to the cached file" if damage == "writable" else "it is damaged"
     with pytest.raises(KernelError, match=f"{why}, and PARALLEL_STATE_BUILD is never"):
         peer_kernels.cubin("sm_90")
     monkeypatch.delenv("PARALLEL_STATE_BUILD")

@@ -69,7 +69,8 @@ class ParallelContext:
             return DERIVED[name](self)
         if name in NAMES:
             raise GroupNotInitializedError(
-                f"get_parallel().{name} is not set: there is no such group; call initialize_model_parallel() first"
+                f"get_parallel().{name} is not set, because its group doesn't exist; call "
+                "initialize_model_parallel() first"
             )
         raise AttributeError(f"get_parallel() has no {name!r}")
 

@@ -295,7 +295,7 @@ def _gather_slot(owns_attention: bool) -> Iterator[None]:
 @contextmanager
 def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
     if name in _patched:
-        raise AlreadyInitializedError(f"{name} is already patched; patches can't be nested")
+        raise AlreadyInitializedError(f"{name} is already patched; patches can't be nested, so leave the outer first")
     _patched.add(name)
     before = _made.get(name)
     _made[name] = group

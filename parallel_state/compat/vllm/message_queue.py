@@ -178,7 +178,7 @@ class MessageQueue:
         with _needing_shared_memory(f"the message queue of {name}"):
             segment = Segment.open(name)
             if segment is None:
-                raise SegmentError("this host has no such segment")
+                raise SegmentError("this host doesn't have the shared-memory segment of the message queue")
             me = 1 + handle.local_reader_ranks.index(rank)
             self._ring = _Ring(segment, Shape(chunk_bytes, chunks), readers, me)
         return self
