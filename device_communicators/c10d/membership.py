@@ -142,7 +142,7 @@ class Membership:
         with another uuid.
         """
         if not self._lock.acquire(blocking=False):
-            raise UsageError("reconfigure is under way in another thread of this process; wait until it returned")
+            raise UsageError("reconfigure is under way in another thread of this process; wait until that call returns")
         try:
             peers, rank = self._check(uuid, handles, is_ordered, hints)
             self._used.add(uuid)
@@ -169,7 +169,7 @@ class Membership:
         if own not in texts:
             raise InvalidArgumentError(
                 f"reconfigure(uuid={uuid}) needs the handle of each member, but none of the {len(texts)} handles is "
-                "this process's own. A process that isn't a member must not call it"
+                "this process's own. Only members may call reconfigure"
             )
         if len(set(texts)) != len(texts):
             raise InvalidArgumentError(f"reconfigure(uuid={uuid}) got the handle of a process twice: pass each once")

@@ -172,7 +172,7 @@ class _PlainGroup(TensorCalls):
         except RuntimeError as error:
             raise CommunicationError(
                 f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that exited, "
-                "didn't call it, or passed other split sizes",
+                "didn't call all_to_all, or passed other split sizes",
                 group=self.context.name,
                 operation="all_to_all",
                 rank=self.rank_in_group,

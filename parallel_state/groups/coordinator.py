@@ -607,6 +607,6 @@ def verify_group(group: GroupCoordinator) -> None:
         if total != group.world_size:
             raise CommunicationError(
                 f"the test all_reduce of {group.context} returned {total} instead of {group.world_size}; see "
-                "NCCL_DEBUG=INFO or the network between the hosts"
+                "NCCL_DEBUG=INFO's log, and check the hosts' network"
             )
         logger.debug("the first all-reduce of %s gave the right sum", group.context)

@@ -79,7 +79,7 @@ def examine(process_group: Any, cpu_group: Any = None, device: torch.device | st
         if found != ranks or carries != "gloo":
             raise InvalidArgumentError(
                 f"cpu_group must be a gloo group of global ranks {format_ranks(ranks)}, like process_group, but has "
-                f"{format_ranks(found)} with {carries}; leave it out to have one created"
+                f"{format_ranks(found)} with {carries}; leave cpu_group out to have one created"
             )
     return GivenGroup(process_group, ranks, device, backends[device.type], cpu_group)
 

@@ -208,7 +208,7 @@ class ProcessGroupPool:
         if chosen == "split" and not splits and options.is_nccl:
             raise SettingError(
                 f"{settings.GROUP_CREATION.name}=split needs a default group that is bound to its device "
-                "(init_process_group(device_id=…)), but this one isn't; unset the variable"
+                "(init_process_group(device_id=…)), but the default group isn't; unset the variable"
             )
         if "mpi" in str(options.backend) or chosen == "global":
             if not everyone:
