@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import util
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -90,13 +91,15 @@ _OPEN: WeakSet[World] = WeakSet()
 @functools.cache
 def _leave_at_exit() -> None:
     atexit.register(_leave_all)
+    util.Finalize(None, _leave_all, exitpriority=0)  # processes of multiprocessing skip atexit
 
 
 def _leave_all() -> None:
     """Leaves all worlds when the program ends. Does nothing after an uncaught exception, so that peers report a
     death.
     """
-    if getattr(sys, "last_value", None) is None:
+    raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    if raised is None or (isinstance(raised, SystemExit) and not raised.code):
         for world in list(_OPEN):
             world.leave()
 

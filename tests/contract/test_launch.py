@@ -73,6 +73,21 @@ def name():
     assert listening() == ports
 
 
+def half_of_the_ranks_return_first() -> float:
+    parallel_state.init_distributed_environment()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_dp_group()
+    if parallel_state.get_tp_group().rank_in_group == 1:
+        time.sleep(1.0)
+    return float(group.all_reduce(torch.ones(1)))
+
+
+def test_a_rank_that_returns_without_destroying_its_groups_has_left() -> None:
+    """The other ranks' groups keep working, as after an exit of a program that multiprocessing didn't start."""
+    for method in ("forkserver", "spawn"):
+        assert launch(half_of_the_ranks_return_first, nproc=4, start_method=method) == [2.0] * 4
+
+
 def rank() -> int:
     return int(os.environ["RANK"])
 
