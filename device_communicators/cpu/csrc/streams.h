@@ -63,7 +63,8 @@ class Streams final : public Transfers {
           double timeout_s);
   // At its timeout nothing fails; at 0 it only polls.
   int take_signal(int src, std::uint32_t window, double timeout_s);
-  // Collective: the puts before it have arrived. `windows`: by rank; 0 without a connection.
+  // Every rank must call this. When it returns, all earlier puts have arrived. `windows`: the number of each rank's
+  // window, or 0 for a rank without a connection.
   int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
 
   // For tests: bytes kept for later receives, bytes sent at once, received of these, and taken.

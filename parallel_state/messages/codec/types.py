@@ -188,7 +188,7 @@ def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
         if name not in _TENSOR_DTYPES:
             raise MessageDecodeError(f"a message claims a tensor of dtype {name[:40]!r}, which no dense tensor has")
         dtype, itemsize = _TENSOR_DTYPES[name]
-        # Ignores empty dims: the product of the others could overflow without any element.
+        # Sizes of 0 are left out: otherwise the product is 0 whatever a damaged message claims for the other dims.
         claimed += itemsize * math.prod(filter(None, shape))
         tensors.append(TensorMetadata(dtype, shape, _device_type(device)))
     if claimed >= MAX_TENSOR_BYTES:
