@@ -113,6 +113,8 @@ COMPUTING = _files(
     "test_wire",
 )  # fmt: skip
 UNITS = ("tests/unit", "tests/internals")
+WITHOUT_TORCH = ("layout",)
+"""Sub-packages whose unit tests run without torch, whose import takes seconds."""
 WITH_RANKS = (
     *FUZZING,
     *RANKS,
@@ -152,7 +154,8 @@ def lanes_of_room(room: str) -> list[Lane]:
         known = sorted({*rooms.values()} - {""})
         raise SystemExit(f"no unit test is of the room {room!r}; rooms with tests: {', '.join(known)}")
     names = [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: -path.stat().st_size)]
-    return [Lane(f"{room}-{part}", tuple(names[part::2])) for part in range(2) if names[part::2]]
+    plugin = ("-p", "tests.without_torch") if room in WITHOUT_TORCH else ()
+    return [Lane(f"{room}-{part}", (*names[part::2], *plugin)) for part in range(2) if names[part::2]]
 
 
 def _be_nice(niceness: int) -> None:

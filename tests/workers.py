@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:  # importing torch takes seconds, which tests without ranks save
+    import torch.distributed as dist
 
 GRACE_S = 3.0
 _STARTS = threading.Lock()
@@ -58,6 +58,8 @@ modules_of_new_ranks: set[str] = set()
 
 
 def fork_context() -> Any:
+    import torch
+
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
     also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
@@ -148,6 +150,8 @@ class WorkerPool:
             self._connections.append(mine)
 
     def _serve_store(self) -> None:
+        import torch.distributed as dist
+
         # The parent serves the store, like torchrun: no port is guessed, and worlds can follow each other.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -179,6 +183,8 @@ class WorkerPool:
 
 
 def serve(connection: Connection, environment: dict[str, str]) -> None:
+    import torch
+
     os.environ.update(environment)
     torch.set_num_threads(1)
     layout = None

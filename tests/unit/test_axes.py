@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError, LayoutError
 from parallel_state.layout import axes as axes_module
 from parallel_state.layout import resolution
@@ -133,30 +132,6 @@ def test_a_size_that_is_given_twice(first: int | None) -> None:
         by_axis({"tp": first, "tensor_model_parallel_size": 2})
     with pytest.raises(InvalidArgumentError, match="passed twice"):
         resolve_layout(4, {"tp": first, "tensor_model_parallel_size": 2})
-
-
-@pytest.mark.parametrize(
-    ("function", "before"),
-    [
-        (ps.initialize_model_parallel, ()),
-        (ps.ensure_model_parallel_initialized, ()),
-        (ps.simulate, (0, 8)),
-        (ps.reinitialize, ([0],)),
-    ],
-)
-def test_sizes_by_position_behind_the_first_two_are_refused_with_what_each_incumbent_means(
-    function: Callable[..., object], before: tuple[object, ...]
-) -> None:
-    """Megatron's third argument is the virtual pipeline size, vLLM's the prefill context size."""
-    for sizes in ((2, 2, 2), (2, 2, None), (2, 2, 3, 4, "nccl")):
-        with pytest.raises(InvalidArgumentError, match="by position") as caught:
-            function(*before, *sizes)
-        message = str(caught.value)
-        assert message.startswith(f"{function.__name__}() takes")
-        assert f"virtual_pipeline_model_parallel_size={sizes[2]};" in message
-        assert f"prefill_context_model_parallel_size={sizes[2]}" in message
-        assert ("decode_context_model_parallel_size=4" in message) == (len(sizes) > 3)
-        assert f"data_parallel_size={sizes[2]}" in message
 
 
 def test_none_leaves_a_size_out_and_an_explicit_one_does_not() -> None:

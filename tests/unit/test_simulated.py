@@ -659,3 +659,27 @@ def test_torchs_reduce_operations_are_taken(group: ps.GroupCoordinator) -> None:
     for wrong in (dist.ReduceOp.BXOR, "SUM", 0, None):
         with pytest.raises(ps.InvalidArgumentError, match="or torch's ReduceOp of that name, but is"):
             group.all_reduce(x, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "before"),
+    [
+        (ps.initialize_model_parallel, ()),
+        (ps.ensure_model_parallel_initialized, ()),
+        (ps.simulate, (0, 8)),
+        (ps.reinitialize, ([0],)),
+    ],
+)
+def test_sizes_by_position_behind_the_first_two_are_refused_with_what_each_incumbent_means(
+    function: Callable[..., object], before: tuple[object, ...]
+) -> None:
+    """Megatron's third argument is the virtual pipeline size, vLLM's the prefill context size."""
+    for sizes in ((2, 2, 2), (2, 2, None), (2, 2, 3, 4, "nccl")):
+        with pytest.raises(InvalidArgumentError, match="by position") as caught:
+            function(*before, *sizes)
+        message = str(caught.value)
+        assert message.startswith(f"{function.__name__}() takes")
+        assert f"virtual_pipeline_model_parallel_size={sizes[2]};" in message
+        assert f"prefill_context_model_parallel_size={sizes[2]}" in message
+        assert ("decode_context_model_parallel_size=4" in message) == (len(sizes) > 3)
+        assert f"data_parallel_size={sizes[2]}" in message
