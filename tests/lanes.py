@@ -57,6 +57,7 @@ class Lane(NamedTuple):
     but: tuple[str, ...] = ()
     niceness: int = 0
     command: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:
@@ -155,7 +156,7 @@ def lanes_of_room(room: str) -> list[Lane]:
         raise SystemExit(f"no unit test is of the room {room!r}; rooms with tests: {', '.join(known)}")
     names = [str(path.relative_to(ROOT)) for path in sorted(found, key=lambda path: -path.stat().st_size)]
     plugin = ("-p", "tests.without_torch") if room in WITHOUT_TORCH else ()
-    return [Lane(f"{room}-{part}", (*names[part::2], *plugin)) for part in range(2) if names[part::2]]
+    return [Lane(f"{room}-{part}", tuple(names[part::2]), options=plugin) for part in range(2) if names[part::2]]
 
 
 def _be_nice(niceness: int) -> None:
@@ -186,6 +187,7 @@ class Run:
                 "pytest",
                 *lane.paths,
                 *(f"--ignore={path}" for path in lane.but),
+                *lane.options,
             ]
             command += ["-o", f"cache_dir={self._cache}", "--cache-clear", *options]
         self._command = command
