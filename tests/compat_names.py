@@ -1,8 +1,8 @@
 """Compares the public names of a compat module with those in the files of the project that it imitates.
 
 The project's files are parsed with `ast`, not imported. A name is the same if its parameters have the same names,
-order, kinds and defaults. `NOTES` of the compat module explains each different name, `MISSING` each absent one. Members
-of a class are names, too: `GroupCoordinator.send`.
+order, kinds and defaults. `compat_notes.py` explains each different name, `MISSING` of the compat module each absent
+one. Members of a class are names, too: `GroupCoordinator.send`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from tests.compat_notes import NOTES
 from tests.references import (
     MEGATRON,
     SGLANG,
@@ -242,8 +243,12 @@ def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str
         for name, each in names_of(reference.read(), also).items():
             names.setdefault(name, each)
     found = [_row(module, name, names[name], namespace) for name in names]
-    unknown = [name for name in (*module.NOTES, *module.MISSING) if name not in names]
+    unknown = [name for name in (*_notes(module), *module.MISSING) if name not in names]
     return found + [Row(name, "is in NOTES or MISSING, but no name of the project") for name in unknown]
+
+
+def _notes(module: ModuleType) -> Mapping[str, str]:
+    return NOTES.get(module.__name__.rpartition(".")[2], {})
 
 
 def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, Any]) -> Row:
@@ -256,13 +261,13 @@ def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, An
         return Row(name, "isn't there, and MISSING doesn't say why")
     if name in module.MISSING:
         return Row(name, "is there, but MISSING says it isn't")
-    if name in module.NOTES:
-        return Row(name, "note", module.NOTES[name])
+    if name in _notes(module):
+        return Row(name, "note", _notes(module)[name])
     return Row(name, _difference(theirs, ours, bool(owner), namespace) or "same")
 
 
 def differences(module: ModuleType, references: Iterable[Reference], also: Iterable[str] = ()) -> list[str]:
-    """Returns a text for each name that is neither the same nor explained in `module.NOTES` or `module.MISSING`."""
+    """Returns a text for each name that is neither the same nor explained in NOTES or `module.MISSING`."""
     return [
         f"{row.name} {row.state}"
         for row in rows(module, references, also)

@@ -39,10 +39,6 @@ _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """DeepSpeed's name of a group -> (this library's name, endings of the getters that DeepSpeed has)."""
 
-NOTES: dict[str, str] = {
-    "get_model_parallel_rank": "the rank in tp × pp, as in DeepSpeed's grid; Megatron's is the rank in tp",
-    "get_model_parallel_world_size": "the size of tp × pp, as in DeepSpeed's grid; Megatron's is the size of tp",
-}
 MISSING: dict[str, str] = {
     "initialize_sequence_parallel": "DeepSpeed treats an mpu with this name as sequence parallel only and calls none "
     "of its other getters; pass the sizes to initialize_model_parallel instead",

@@ -59,6 +59,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert old in OURS
         module = ModuleType("ours")
         exec(OURS.replace(old, new, 1), vars(module))
+        monkeypatch.setitem(compat_names.NOTES, "ours", module.NOTES)
         return compat_names.differences(module, [reference], ["_used_by_the_tree"])
 
     return run

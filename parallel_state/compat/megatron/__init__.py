@@ -26,7 +26,7 @@ from parallel_state.compat.megatron import (
     process_groups,
     ranks,
 )
-from parallel_state.compat.tables import absent, collect, reasons
+from parallel_state.compat.tables import absent, collect
 
 logger = logging.getLogger("parallel_state")
 
@@ -78,24 +78,4 @@ def _has_core() -> bool:
     return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None
 
 
-NOTES = reasons({
-    "as in 0.16, plus main's keyword-only gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size, "
-    "which must have their defaults": "initialize_model_parallel",
-    "wrong sizes raise an error that is both RuntimeError and AssertionError": "RankGenerator",
-    "main's `with_gtp_remat` is keyword-only and changes nothing; positional arguments are as in 0.16": (
-        "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank get_expert_data_parallel_group "
-        "get_expert_data_parallel_world_size get_expert_data_parallel_rank"
-    ),
-    "has main's `with_egtp_remat`, which changes nothing": "get_expert_tensor_model_pipeline_parallel_group",
-    "the buffer has Megatron's interface and is on the device of the groups, which may be the CPU": (
-        "get_global_memory_buffer"
-    ),
-    "as in 0.16; main has the rank in `gtp` in second place": "get_all_ranks",
-    "on the CPU the default backend is parallel_state": "create_group",
-    "needs no einops": "create_hierarchical_groups",
-    "a group of gloo, or of PARALLEL_STATE_CPU_BACKEND if that is set": (
-        "get_data_parallel_group_gloo get_expert_data_parallel_group_gloo"
-    ),
-    "also destroys the process groups and resets the value of set_data_parallel_rank": "destroy_model_parallel",
-})  # fmt: skip
 MISSING = {"HAVE_EINOPS": "this library doesn't use einops"}

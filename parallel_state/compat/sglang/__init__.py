@@ -50,31 +50,6 @@ def install() -> None:
     utils.logger.info("replaced %s by modules of %s", ", ".join(places), __name__)
 
 
-NOTES = reasons({
-    "timeouts, pickling of objects and errors are this library's; rejects elastic ranks": (
-        "init_distributed_environment"
-    ),
-    "rejects elastic ranks": "init_world_group",
-    "the rank lists must cover the world; flags of SGLang's kernels have no effect": "init_model_parallel_group",
-    "sizes are 1 until they are set; rejects elastic ranks": "initialize_model_parallel",
-    "the rank lists must cover the world, which it makes if there is none; flags of SGLang's kernels have no effect": (
-        "GroupCoordinator"
-    ),
-    "works on every device; SGLang's returns None without ROCm": "GroupCoordinator.fused_allreduce_rmsnorm",
-    "also works on the CPU": "GroupCoordinator.(all_gatherv reduce_scatterv)",
-    "sends over the CPU group": "GroupCoordinator.broadcast_object_list",
-    "`work` is this library's handle: wait() and is_completed()": "P2PWork",
-    "also ends waits for exited ranks in gloo groups": "abort_distributed_environment",
-    "needs this library's world": "create_custom_parallel_group",
-    "raises InvalidArgumentError, a ValueError, not AssertionError": "divide ensure_divisibility",
-    "supports CUDA and the CPU": "get_default_distributed_backend",
-    "returns the engine that SGLang started in this process": "get_mooncake_transfer_engine",
-    "has no effect: get_parallel() has the flags": "initialize_dp_attention_flags",
-    "has no effect: this library doesn't use these kernels of SGLang": (
-        "set_mscclpp set_torch_symm_mem_all_reduce set_flashinfer_allreduce_only"
-    ),
-    "returns False: elastic ranks are unsupported": "world_dp_gather_enabled",
-})  # fmt: skip
 MISSING = reasons({
     "part of SGLang's scheduling of tokens, buffers and padding; SGLang's own module works over these groups": (
         "DpPaddingMode set_dp_buffer_len get_global_dp_buffer get_local_dp_buffer get_global_dp_buffer_len "

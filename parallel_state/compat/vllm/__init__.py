@@ -36,16 +36,6 @@ from parallel_state.functions.capture import graph_capture as _graph_capture
 from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
-NOTES = reasons({
-    "has more fields than `stream`: this library's capture needs them": "GraphCaptureContext",
-    "returns the tensor-parallel group: an engram table is divided over it": "get_etp_group",
-    "returns the expert-parallel group, so its calls don't overlap with that group's": "get_eplb_group",
-    "returns the group of a model's ranks, also if they are on several hosts": "get_inner_dp_world_group",
-    "affects only groups that are made later": "set_custom_all_reduce",
-    "raises InvalidArgumentError where vLLM asserts": "split_tensor_along_last_dim divide ensure_divisibility",
-    "refuses readers on other hosts; vLLM's own queue supports them": "MessageQueue",
-    "always makes a gloo group, whatever `backend` is": "stateless_init_torch_distributed_process_group",
-})  # fmt: skip
 MISSING = reasons({
     "patches torch's float8 op on CUDA; torch has this fix now": (
         "patched_fused_scaled_matmul_reduce_scatter patched_fused_scaled_matmul_reduce_scatter_fake"
