@@ -1,1 +1,1 @@
-"""Basics of both packages: errors, settings, limits, forks, the host, threads, torch's stores and private names."""
+"""Basics of both packages, parallel_state and device_communicators: errors, settings, limits, torch's private names."""

@@ -19,8 +19,8 @@ from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
 LAST_WORD_S = 0.5
-"""Extra time after a call's deadline in which the failure is published through the store. The error is raised only
-afterwards, at most 1 s after the timeout.
+"""Time after a call's deadline to publish the failure through the store. Then, at most 1 s after the deadline, the call
+raises its error.
 """
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 
@@ -79,7 +79,7 @@ class BoundedStore:
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Returns this store, on the same connection, with another deadline. A wait also ends if `ended()` returns
+        """Returns a store on the same connection whose operations fail at `deadline`, or earlier if `ended()` returns
         True.
         """
         return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)

@@ -171,7 +171,7 @@ def bind(cores: Iterable[int]) -> None:
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
     """Returns the number of ranks in each area, or 0 if the ranks can't be divided into areas. `areas` has one entry
-    for each rank. `by` is "nodes" (NUMA), "caches" (NUMA nodes, or the caches of a single node) or "off".
+    for each rank. `by` is "nodes" (NUMA), "caches" (NUMA nodes, or caches if there is only one node) or "off".
 
     Each area must contain the same number of consecutive ranks, at least two, because reductions first sum within each
     area.

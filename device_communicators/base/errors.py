@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 class ParallelStateError(Exception):
     """Base class of the library's errors.
 
-    Pickle and copy keep the fields. They keep `__cause__` only if it is an error of the library or an OSError.
+    Pickling and copying keep the attributes. They keep `__cause__` only if that is an error of the library or an
+    OSError.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -40,7 +41,7 @@ class UsageError(ParallelStateError):
 
 
 class InvalidArgumentError(UsageError, ValueError):
-    """An argument is invalid in every state of the group."""
+    """An argument is invalid, whatever the state of the group."""
 
 
 class LayoutError(UsageError, ValueError):
@@ -64,7 +65,7 @@ class GroupNotInitializedError(UsageError, RuntimeError):
 
 
 class AlreadyInitializedError(UsageError, RuntimeError):
-    """The state was initialised twice without a destroy in between."""
+    """The distributed environment or its groups were initialised twice without a destroy in between."""
 
 
 class GroupDestroyedError(UsageError, RuntimeError):
@@ -84,7 +85,7 @@ class ConfigMismatchError(UsageError, ValueError):
 
 
 class CommunicationError(ParallelStateError, RuntimeError):
-    """Base class of errors by which a group fails. Later calls of the group raise GroupFailedError at once.
+    """Base class of errors that make a group unusable: its later calls raise GroupFailedError at once.
 
     Attributes, which are None or empty if they don't apply: `group` (name), `operation` (method), `sequence` (number of
     the operation within its group), `rank` (in the group), `suspect_ranks` (global), `elapsed_s` (includes the search

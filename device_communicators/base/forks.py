@@ -22,8 +22,8 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Calls `leave` in each forked child; `leave` returns True if the parent had groups. Only the first call of `watch`
-    has an effect.
+    """Registers `leave`, which each forked child calls at its start; `leave` returns True if the parent had groups.
+    Later calls of `watch` do nothing.
     """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
@@ -32,8 +32,8 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Calls `function` in each forked child. Idempotent. Use this at first need, not at import: imports mustn't
-    register hooks.
+    """Registers `function`, which each forked child calls at its start. Idempotent. Call this at first need, not at
+    import.
     """
     os.register_at_fork(after_in_child=function)
 

@@ -101,7 +101,7 @@ class Call:
         return self._done.is_set()
 
     def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
-        """Waits for the call to end. Returns False at the deadline, or if `ended()` is true before."""
+        """Waits until the call returns. Returns False if `deadline` passes, or `ended()` becomes true, before."""
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()

@@ -1,4 +1,4 @@
-"""Holds the facts of a rank in a group (names, ranks, timeout) and makes errors that contain them."""
+"""Describes one rank's membership in a group (names, ranks, timeout), and makes errors with these attributes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _extend(seconds: float) -> None:
 
 _EXTENDING = threading.Lock()
 MOST_TIMEOUT_S = 10 * 365 * 86400
-"""Largest timeout. An infinite timeout would become NaN when the end of an extended deadline subtracts the seconds."""
+"""Largest timeout. With infinite seconds, the subtraction at the end of extended_deadline would give NaN."""
 LOST = "The group can't be used further"
 LEFT = "has left: it destroyed its group, or its program ended"
 Failure = TypeVar("Failure", bound=CommunicationError)
@@ -116,8 +116,8 @@ class GroupMember:
         like: CommunicationError | None = None,
         **facts: Any,
     ) -> Failure:
-        """Returns an error of class `kind` with this group's facts. `started`: start of the call by the monotonic
-        clock. `like`: an error whose facts are copied. `facts` override other values.
+        """Returns an error of class `kind` whose attributes describe this group. `started`: start of the call by the
+        monotonic clock. `like`: an error whose attributes are copied. `facts`: attributes that override these.
         """
         if like is not None:
             names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")

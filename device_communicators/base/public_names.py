@@ -12,7 +12,9 @@ from typing import Any, get_type_hints
 from device_communicators.base.limits import naming_shortages  # imported early: later no descriptor may be left
 
 Names = Mapping[str, Sequence[str]]
-"""Maps the name of a module to the public names that it defines. A public name can also stand for the module itself."""
+"""Maps the name of a module to the public names that it defines. A public submodule, such as `metrics`, lists its own
+name.
+"""
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
@@ -32,7 +34,7 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Makes loaded public classes report the package `root` as their `__module__`. Resolves their annotations before,
+    """Makes loaded public classes report the package `root` as their `__module__`. Resolves their annotations first,
     because `typing.get_type_hints` looks up names in `__module__`.
     """
     for module, defined in names.items():

@@ -101,7 +101,7 @@ def has_plugin(backend: str) -> bool:
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """Replaces the private function that torch.distributed.set_timeout (public since 2.15) calls."""
+    """Replaces `f`, the private function that torch.distributed.set_timeout (public since 2.15) calls, by `wrap(f)`."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
@@ -321,9 +321,7 @@ except (ImportError, AttributeError):
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Excludes the function from torch.compile. torch.compiler.disable does the same, but imports torch._dynamo, which
-    takes 1 s.
-    """
+    """Excludes the function from torch.compile. torch.compiler.disable would import torch._dynamo (1 s)."""
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -335,8 +333,8 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Makes torch.compile leave this function to the interpreter. Otherwise, when untraced code calls an op, dynamo
-    could start to trace the op's kernel.
+    """Makes torch.compile leave a function to the interpreter, for example an op's kernel. Otherwise, if untraced
+    code calls the op, dynamo could start to trace the kernel.
     """
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
@@ -419,11 +417,10 @@ def order_in_graph(
     """Keeps the order of ops in a traced graph: each op writes to a token, and each graph has its own copy of the
     token.
 
-    Writes to the caller's token would mutate an input of the graph. An exported program must not mutate a constant. A
-    partitioner that can't mutate inputs in the graph would make the backward's token an output of the forward.
+    Writing to the caller's token would mutate the graph's input, or a constant of an exported program.
 
-    The op's results must be saved, because recomputed collectives have no order relative to the backward's collectives.
-    An activation budget of 0, or a checkpoint that recomputes, repeats all ops in their order.
+    The backward uses the ops' saved results: recomputed collectives would have no order relative to the backward's.
+    Only an activation budget of 0, or a checkpoint that recomputes, repeats the ops, all of them in order.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -444,7 +441,9 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the token's recompute mark. Otherwise the backward would repeat ops that have no other input."""
+    """Removes the policy of `_recompute_policy` from the token's graph node. Otherwise the backward would repeat ops
+    whose only input is the token.
+    """
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)

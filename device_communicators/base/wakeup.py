@@ -1,7 +1,7 @@
 """Lets C++ waits detect signals without Python's interpreter lock: they poll the pipe of `signal.set_wakeup_fd`.
 
-If the program sets its own descriptor, as asyncio does, waits of the main thread instead take the lock in each slice of
-the wait. This module replaces `signal.set_wakeup_fd` to detect that.
+If the program sets its own descriptor, as asyncio does, the main thread's waits instead take the lock periodically.
+This module replaces `signal.set_wakeup_fd` to detect such programs.
 """
 
 from __future__ import annotations
