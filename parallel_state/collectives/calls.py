@@ -67,7 +67,7 @@ class GroupFacts:
     _destroyed: bool
     _messenger: Any
     _alone: Any = None
-    """A `NativeGroup` for the windows of a group of one rank."""
+    """The C++ group (`NativeGroup`) that makes windows if this group has one rank."""
 
     def _is_single_rank(self) -> bool:
         if self.world_size > 1:
@@ -383,9 +383,9 @@ class TensorCalls(GroupFacts):
         """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along
         `gather_dim`.
 
-        Split sizes are the numbers of rows of dim 0 to and from each rank. With split sizes, both dims must be 0.
-        `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of these arguments is
-        passed, the slices in the other direction have equal sizes.
+        Split sizes are the numbers of rows (dim 0) sent to and received from each rank. With split sizes, both dims
+        must be 0. `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of these
+        arguments is passed, the slices in the other direction have equal sizes.
         """
         is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
         if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
@@ -533,8 +533,7 @@ class TensorCalls(GroupFacts):
 
         A collective on such a tensor doesn't copy its input: compute directly into it (`torch.mm(x, w, out=buffer)`).
         The memory is reused after the last tensor that views it is deleted. The result is an ordinary tensor if the
-        group spans several hosts, if the memory of PARALLEL_STATE_SYMMETRIC_BYTES is used up, or in compiled code on
-        GPUs.
+        group spans several hosts, if PARALLEL_STATE_SYMMETRIC_BYTES are used up, or in compiled code on GPUs.
 
         On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
         the same part of the tensor to a collective: see docs/gpus.md.
@@ -561,8 +560,8 @@ class TensorCalls(GroupFacts):
         """Creates a `Window`: on every rank a CPU tensor of shape `size`, filled with zeros, that the other ranks can
         write.
 
-        Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError on all ranks without
-        the compiled library, or if the memory of a rank's PARALLEL_STATE_SYMMETRIC_BYTES is used up.
+        Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError if the compiled
+        library is missing, or on all ranks if one rank's PARALLEL_STATE_SYMMETRIC_BYTES are used up.
         """
         from device_communicators.cpu.window import Window, group_of_one
 
@@ -729,7 +728,7 @@ class TensorCalls(GroupFacts):
         """Returns `(norm / scale as float8_e4m3fn, y)`: all_reduce_add_rms_norm with a quantized norm.
 
         `scale`: one float32 element, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
-        by the reciprocal of `scale`, rounded to float32. Raises InvalidArgumentError if an input requires a gradient.
+        by `1 / scale` in float32. Raises InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_static_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)

@@ -1,4 +1,4 @@
-"""Prepares a group and the stream of a capture for CUDA graphs."""
+"""Prepares a group for CUDA graphs, and chooses the stream on which they are captured."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _not_here(*_: object) -> Any:
 class DirectCalls:
     """Has one function for each op, with the op's name and arguments. Not for compiled code.
 
-    A function returns the op's result, or NotImplemented. In that case the caller must call the registered op.
+    A function returns the op's result, or NotImplemented: the caller must then call the registered op.
     """
 
     all_reduce: Callable[..., Any]

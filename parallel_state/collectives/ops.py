@@ -99,8 +99,8 @@ def define(
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
     """Returns a kernel for tensors whose values are deferred: conjugated, negated and zero tensors.
 
-    Returns None for an op that writes only the token. torch's own kernel doesn't copy results back for an op without a
-    result.
+    The kernel copies results back into tensors that the op writes; torch's own doesn't for ops that return nothing.
+    Returns None if the op writes only the token.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
