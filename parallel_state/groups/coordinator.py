@@ -54,7 +54,8 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Gives our own NCCL communicators a stream of high priority. `options` has the same field for the process group.
+    """Gives our own NCCL communicators a stream of high priority. Set the same field of `options` for the process
+    group.
     """
     lazy_cpu_group: bool = False
     """If True, the gloo group beside a device group is created at its first use, by all ranks together."""
@@ -130,8 +131,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises an error with the most similar name. Python also calls this method after a `_Renamed` attribute
-            raised.
+            """Raises AttributeError with the most similar name. Raises RenamedError for a `_Renamed` attribute: Python
+            calls this method after the getter raised.
             """
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
@@ -376,8 +377,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter it.
 
         In the body the current stream is the stream of `context`, or a new stream that waits for the previous one.
-        `peers`: ranks in the group with which this rank first exchanges data in these graphs. Each peer must list this
-        rank in its `peers`.
+        `peers`: ranks in the group with which this rank exchanges data for the first time in these graphs. Each peer
+        must list this rank in its `peers`.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise InvalidArgumentError(
@@ -404,7 +405,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
 
     @host_call(OUTSIDE)
     def resume(self) -> None:
-        """Allocates the memory again, and allows calls. Every rank calls it after `suspend`.
+        """Allocates the memory that `suspend` freed, and allows calls again. Every rank calls it.
 
         Raises UsageError on all ranks if a rank finds too little memory. The ranks can then call `resume` again.
         """
@@ -576,7 +577,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection. Each of `ranks` must call it, and they must have a process group."""
+    """Starts failure detection. All `ranks` must call this after they created a process group."""
     from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 

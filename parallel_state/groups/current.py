@@ -40,7 +40,7 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    In an event loop it is unknown which task creates a node. A backward there uses the groups that are current when it
+    For nodes created in an event loop, the task is unknown: their backward uses the groups that are current while it
     runs.
     """
 
@@ -111,7 +111,7 @@ leave_to_interpreter(_find)
 class _Current:
     """Gives compiled code the current groups, and a guard on them.
 
-    The getter is an `instancemethod`, because dynamo takes it for C code and doesn't trace it.
+    The getter of `groups` is an `instancemethod`: dynamo takes that type for C code and doesn't trace it.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

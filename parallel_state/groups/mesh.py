@@ -66,9 +66,9 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims of the root mesh that contains the dims `wanted`, slow axes first.
+    """Returns the dims of the root mesh that contains the dims `wanted`, slowest-varying first.
 
-    Adds the usual other dims, because torch can't combine root meshes that order ranks differently.
+    Adds dims for the axes that `wanted` doesn't cover: torch can't combine root meshes that order ranks differently.
     """
     if list(wanted) == ["world"]:
         return ["world"]

@@ -1,4 +1,4 @@
-"""`ParallelGroups`: the groups of one model. The singletons of `state` are a view of such an object."""
+"""`ParallelGroups`: the groups of one model. The module `state` stores one such object for the process."""
 
 from __future__ import annotations
 
@@ -207,7 +207,9 @@ class ParallelGroups:
 
 
 def try_get_current_groups() -> ParallelGroups | None:
-    """Returns the groups that `use()` made current here, or None. Raises UsageError in a thread pool."""
+    """Returns the groups that `use()` made current here, or None. Raises UsageError in a thread-pool worker that
+    started inside `use()`.
+    """
     groups = CURRENT.groups
     if groups is POOLED:
         raise UsageError(
@@ -325,7 +327,7 @@ def create_parallel_groups(
 @host_call(OUTSIDE)
 @counted_from_begin()
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
-    """Creates groups like `groups` whose data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
+    """Creates groups like `groups`, but data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 
     Without `intra_node_size`, `sdp` is `dp`. With it (hybrid sharding), each `sdp` has `intra_node_size` neighbouring
     ranks of `dp`, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the same
@@ -419,11 +421,7 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns True if the group's gloo group is created at its first use.
-
-        Returns False for "global" creation, and on GPUs for a group that is created during the init and then connects
-        over gloo.
-        """
+        """Returns True if the group's gloo group is created at its first use."""
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)

@@ -1,7 +1,7 @@
 """Simulates one rank of a layout in one process, to build and shape-check model code.
 
-The other ranks are assumed to hold this rank's tensors: a sum multiplies by the group's size, a gather copies. A send
-does nothing; other calls that need a real peer raise UnsupportedError.
+The other ranks are assumed to hold this rank's tensors: a sum multiplies the tensor by the group's size, a gather
+repeats it. A send does nothing; other calls that need a real peer raise UnsupportedError.
 """
 
 from __future__ import annotations

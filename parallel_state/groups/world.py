@@ -1,4 +1,4 @@
-"""The steps of start-up."""
+"""Steps of start-up: joins or creates torch's default group, and determines devices and hosts."""
 
 from __future__ import annotations
 
