@@ -210,7 +210,8 @@ class MessageCalls(GroupFacts):
           that sender are copied, too.
 
         Raises CollectiveMismatchError if the sender of CPU tensors passed another spec. Raises InvalidArgumentError for
-        `out` together with `views`, or if `out` doesn't fit the dict. A dict without `spec` is then lost.
+        `out` together with `views`, or if `out` doesn't fit the dict. In the latter case, a dict sent without `spec` is
+        lost.
         """
         self._check_options("recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
         buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)

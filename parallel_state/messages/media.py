@@ -84,10 +84,7 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the medium for the group's messages.
-
-    All ranks choose the same one, because they agreed on the group's memory when they created the group.
-    """
+    """Returns the medium for the group's messages. All ranks choose the same class."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -105,7 +102,7 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 def _method_of(reader: Reader) -> int:
     """Returns the number of the method for which `reader` receives.
 
-    During a call with a spec, a receive that was started before, without a spec, counts as recv_tensor_dict.
+    A receive without a spec counts as recv_tensor_dict, even if a later call with a spec completes it.
     """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
@@ -136,7 +133,7 @@ class FakeMedium(Medium):
 
 
 class RouteMedium(Medium):
-    """Sends a message's frame, the rest of its head, and each non-empty tensor as separate transfers."""
+    """Sends a message as transfers: frame, rest of the head (see the module `wire`), and each non-empty tensor."""
 
     takes_many = False
 

@@ -282,7 +282,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Decodes the object of rank `src`. `received`: the rest of the head, then the tensors' bytes."""
+        """Decodes the object of rank `src` from the message's `frame` and `received`, the bytes after the frame."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -306,7 +306,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Receives into `tensors`. Raises CollectiveMismatchError if the sender sent tensors of another spec."""
+        """Receives into `tensors`. Raises CollectiveMismatchError if sender and receiver passed different specs."""
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
@@ -317,7 +317,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Receives tensors, as views if the sender lends its memory. `form` is the address of a C++ `Form`."""
+        """Receives a spec's tensors, if possible as views of the sender's memory. `form`: address of a C++ `Form`."""
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
         return made

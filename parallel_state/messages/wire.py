@@ -53,9 +53,9 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Size from which received tensors use the group's memory: page faults in new memory cost more than the message."""
+"""Received tensors of at least this size are allocated by `group.empty`. In new memory, page faults cost too much."""
 LENT_BYTES = 128 << 10
-"""Size from which a sender lends a tensor's memory to receivers. Equals `Lender::kLeastBytes` in csrc/loans.h."""
+"""Messages with at least this total tensor size are read in the sender's memory. Equals `Lender::kLeastBytes`."""
 LEFT, DONE, NO_ROOM = range(3)
 """The values of `Outcome` in csrc/messages.h."""
 STARTED = 4
@@ -228,7 +228,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Reads and checks a header. `head_bytes` is the size of header and body, if known."""
+    """Reads and checks a header. `head_bytes`, if known, is the size of the whole head: this header and the body."""
     if len(data) < _HEADER.size:
         raise not_a_message(f"it has {len(data)} bytes", context, src)
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
@@ -363,7 +363,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
     """Returns a copy of the dict, and the ids of the tensors to send whole.
 
-    The copy has these tensors in dense form: the codec would replace others by dense tensors with other ids.
+    In the copy these tensors are dense, because the codec replaces others by dense copies, which have other ids.
     """
     tensors = tensors.copy()
     whole = set()
@@ -409,7 +409,7 @@ def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequen
 
 
 def device_for(device_type: str, own: torch.device) -> torch.device:
-    """Returns the device to receive on. If this rank's own device has the sender's device type, returns that device."""
+    """Returns the device to receive on: `own` if that is of type `device_type`, else the type's current device."""
     if device_type == "cpu":
         return CPU
     return own if own.type == device_type else torch.device(device_type)

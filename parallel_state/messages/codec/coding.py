@@ -97,7 +97,7 @@ class Message:
 
 
 def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) -> Message:
-    """Checks a message's metadata. Raises only MessageDecodeError, even for bytes of a hostile peer.
+    """Parses a message's metadata. Raises only MessageDecodeError, even for bytes of a hostile peer.
 
     The caller can reuse `data` afterwards.
     """

@@ -1,4 +1,6 @@
-"""Converts single values, such as tensors, to plain parts and back. `coding` turns errors into MessageDecodeError."""
+"""Encodes and decodes tensors' metadata, devices, numpy values and registered classes. The module `coding` turns errors
+of decoding into MessageDecodeError.
+"""
 
 from __future__ import annotations
 

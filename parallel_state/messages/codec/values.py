@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 MAX_DEPTH = 100
 
 MOST_NUMBERS = 256
-"""A dict with more keys than this, not all str or bytes, is encoded as an Ext, to limit the decoding time."""
+"""A dict with more keys is encoded as an Ext unless all keys are str or bytes. This limits the decoding time."""
 _UNCHECKED_BYTES = 16 << 10
 """Larger message bodies are decoded only after `_key_check`. In smaller ones, dict keys with colliding hashes cost only
-some milliseconds."""
+some milliseconds.
+"""
 _UNTIMED_ITEMS = 64
 _BATCH_BYTES = 64 << 10
 _GRACE_S = 0.1
@@ -73,7 +74,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that checks a message's dict keys: True if an encoder can have sent all of them.
+    """Returns a function that returns True if this library's encoder could have produced all dict keys of a message.
 
     Other keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
     """
