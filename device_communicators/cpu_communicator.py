@@ -40,7 +40,8 @@ class CpuCommunicator(Communicator):
         memory = context.host_memory
         if memory is None or memory.collectives is None:
             raise UnsupportedError(
-                f"{context} can't use this library's CPU collectives, because their C++ part is missing"
+                f"{context} can't use this library's CPU collectives, because their compiled part is missing; see the "
+                "warnings in the log"
             )
         if not memory.in_one_segment:
             self.name = "hierarchical"
@@ -165,14 +166,18 @@ class CpuCommunicator(Communicator):
         if self._streams is not None:
             return self._streams
         if self._channels is None:
-            raise UnsupportedError(f"{self.name} doesn't support sends and receives on {self.context}")
+            raise UnsupportedError(
+                f"the communicator {self.name!r} doesn't support sends and receives on {self.context}"
+            )
         return self._channels.transfers
 
     def _tag(self, tag: int) -> int:
         if self._streams is not None:
             return tag
         if tag != self.context.tag(0):
-            raise UnsupportedError(f"{self.name} doesn't support sends and receives with tag {tag} on {self.context}")
+            raise UnsupportedError(
+                f"the communicator {self.name!r} doesn't support sends and receives with tag {tag} on {self.context}"
+            )
         return 0
 
     def abandon(self) -> None:

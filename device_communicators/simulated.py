@@ -47,8 +47,8 @@ class SimulatedCommunicator(Communicator):
         for out in outs:
             if out.shape != x.shape:
                 raise UnsupportedError(
-                    f"{self.context} is simulated: all its ranks have tensors of this rank's shape, {list(x.shape)}, "
-                    f"so the result can't be {list(out.shape)}; use equal sizes"
+                    f"{self.context} is simulated, so all its ranks have tensors of this rank's shape, "
+                    f"{list(x.shape)}, and no result can have shape {list(out.shape)}; use equal sizes"
                 )
             out.copy_(x)
 
@@ -70,8 +70,8 @@ class SimulatedCommunicator(Communicator):
         for block, rows in zip(out.split(output_splits), output_splits, strict=True):
             if rows != mine.shape[0]:
                 raise UnsupportedError(
-                    f"{self.context} is simulated: every rank sends as many rows to this rank as this rank to "
-                    f"itself, {mine.shape[0]}, not {rows}; use equal output_split_sizes"
+                    f"{self.context} is simulated, so each rank sends this rank {mine.shape[0]} rows, as many as this "
+                    f"rank sends itself, but output_split_sizes has {rows}; use equal output_split_sizes"
                 )
             block.copy_(mine)
 

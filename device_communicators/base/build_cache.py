@@ -34,8 +34,8 @@ def check_owner(path: Path) -> None:
         info = path.stat()
         if info.st_uid != os.geteuid() or info.st_mode & 0o022:
             raise CacheError(
-                f"{path} has compiled code, so it must belong to this user and be writable by nobody else; run "
-                "`chmod go-w` on it, or remove it"
+                f"{path} contains code that this process would execute, but another user owns {path} or can write to "
+                "it; run `chmod go-w` on this path, or remove it"
             )
 
 
@@ -63,7 +63,8 @@ def locked(path: Path) -> Iterator[IO[bytes]]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise CacheError(
-                        f"another process has held the lock {path} for {WAIT_S} s; find it by `fuser {path}` and end it"
+                        f"another process has held the lock file {path} for {WAIT_S} s; find that process by "
+                        f"`fuser {path}`, and end it"
                     ) from None
                 time.sleep(_POLL_S)
         yield file
@@ -81,10 +82,10 @@ def read_sealed(path: Path) -> bytes:
     except OSError as error:
         raise CacheError(str(error)) from error
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise CacheError("other users may have written to the cached file")
+        raise CacheError(f"another user owns the cached file {path}, or can write to it")
     body = content[:-_SEAL_BYTES]
     if content != seal(body):
-        raise CacheError("it is damaged")
+        raise CacheError(f"the cached file {path} is damaged: its checksum is wrong")
     return body
 
 

@@ -122,8 +122,8 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
     """
     if count > len(cores):
         raise InvalidArgumentError(
-            f"each of {count} ranks must have a core of its own, but there are {len(cores)} usable cores "
-            f"({spans(core.number for core in cores)}): start fewer ranks, or don't bind them"
+            f"each of {count} ranks must have a core of its own, but there are {len(cores)} cores that this process "
+            f"may use ({spans(core.number for core in cores)}): start fewer ranks, or don't bind ranks to cores"
         )
     physical: dict[int, list[Core]] = {}
     for core in sorted(cores, key=lambda core: (core.node, core.cache, core.physical, core.number)):
@@ -164,8 +164,8 @@ def bind(cores: Iterable[int]) -> None:
                 os.sched_setaffinity(int(thread), wanted)
     except (AttributeError, OSError, ValueError, OverflowError) as error:
         raise InvalidArgumentError(
-            f"this process must be able to run on cores {spans(wanted)}, but binding failed: {error}; it runs on "
-            f"{spans(usable_cores())}"
+            f"this process can't be bound to cores {spans(wanted)}: {error}; choose among the cores that this process "
+            f"may use, {spans(usable_cores())}"
         ) from error
 
 

@@ -61,8 +61,8 @@ def _check_backend_options(options: Any) -> None:
     name = type(options).__qualname__
     if type(options) not in own:
         raise UnsupportedError(
-            f'the backend "parallel_state" has no options of the type {name}: pass None, or the options of one of its '
-            "groups"
+            f'a group of the backend "parallel_state" does not take pg_options of type {name}: pass None, or the '
+            "options of another group of this backend"
         )
     if getattr(options, "use_pg_for_symm_mem_rendezvous", False):
         raise UnsupportedError(
@@ -140,7 +140,8 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
         kind, why, suspects = world.watcher.explain_lost_store(store, error, members.ranks)
         elapsed_s = time.monotonic() - started
         text = (
-            f"the start of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves it"
+            f"the start of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves the "
+            "store"
         )
         raise members.failure(kind, text, "new_group", suspect_ranks=suspects, elapsed_s=elapsed_s) from error
 
@@ -184,5 +185,5 @@ def load() -> Any:
     extension.compile_ahead()
     module, problem = extension.try_load()
     if module is None:
-        raise UnsupportedError(f'the backend "parallel_state" of torch.distributed {problem}')
+        raise UnsupportedError(f'torch.distributed can\'t use the backend "parallel_state": this process {problem}')
     return module

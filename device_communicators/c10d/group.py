@@ -375,7 +375,8 @@ class Group:
         members, elapsed_s = self._members, time.monotonic() - started
         kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self.context.failure_ranks)
         text = (
-            f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves it"
+            f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves "
+            "the store"
         )
         failure = members.failure(kind, text, operation, suspect_ranks=suspects, elapsed_s=elapsed_s)
         failure.__cause__ = error
@@ -434,7 +435,8 @@ class Group:
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
         if members.rank not in places or not set(excluded).issubset(range(len(members.ranks))):
             raise InvalidArgumentError(
-                f"{what} of {members} must exclude ranks of the group other than this one, but got {sorted(excluded)}"
+                f"{what} of {members} must exclude ranks of the group, and not this rank {members.rank}, but got "
+                f"{sorted(excluded)}"
             )
         ranks = [members.ranks[rank] for rank in places]
         meeting = watcher.store_of(ranks)

@@ -49,8 +49,8 @@ def create_reconfigurable(options: Any, module: Any, create_group: Callable[...,
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         raise UnsupportedError(
-            "enable_reconfigure can't be used with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch then wraps the backend in "
-            "another one, which has no reconfigure. Use another level"
+            "enable_reconfigure can't be used with TORCH_DISTRIBUTED_DEBUG=DETAIL, because torch then wraps the "
+            "backend in one without reconfigure(). Set TORCH_DISTRIBUTED_DEBUG to INFO or OFF"
         )
     membership = Membership(options, create_group)
     return module.make_reconfigurable(
@@ -81,13 +81,13 @@ class Handle(NamedTuple):
         try:
             form, *fields = json.loads(text)
             if form != _FORMAT:
-                raise ValueError(f"it has format {form!r} instead of {_FORMAT!r}")
+                raise ValueError(f"the handle must have format {_FORMAT!r}, but has {form!r}")
             host, address, port, pid, processes, token = fields
             return cls(str(host), str(address), int(port), int(pid), str(processes), str(token))
         except (ValueError, TypeError) as error:
             raise InvalidArgumentError(
-                f"reconfigure needs handles that get_reconfigure_handle() of this backend returned, but one can't be "
-                f"read: {error}"
+                f"reconfigure needs handles that get_reconfigure_handle() of this backend returned, but one of the "
+                f"passed handles can't be read: {error}"
             ) from error
 
     def describe(self) -> str:
@@ -120,7 +120,9 @@ class Membership:
             door = Watcher()
             text = listen(door, self._address)
             if not text:
-                raise UnsupportedError(f"reconfigure needs the control plane, but there is none: {door.problem}")
+                raise UnsupportedError(
+                    f"reconfigure needs this library's control plane, which did not start: {door.problem}"
+                )
             door.answer_guests()
             _, address, port, token, _ = Endpoint.parse(text)
             self._door = door
@@ -163,16 +165,18 @@ class Membership:
         """Checks the arguments of `reconfigure`. Returns the members in the order of ranks, and this process's rank."""
         if hints:
             raise UnsupportedError(
-                f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" has none: pass no hints'
+                f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" supports none: pass no hints'
             )
         texts, own = list(handles) if is_ordered else sorted(handles), self.handle()
         if own not in texts:
             raise InvalidArgumentError(
                 f"reconfigure(uuid={uuid}) needs the handle of each member, but none of the {len(texts)} handles is "
-                "this process's own. Only members may call reconfigure"
+                "this process's own. Call reconfigure only on members, with the handles of all members"
             )
         if len(set(texts)) != len(texts):
-            raise InvalidArgumentError(f"reconfigure(uuid={uuid}) got the handle of a process twice: pass each once")
+            raise InvalidArgumentError(
+                f"reconfigure(uuid={uuid}) got the handle of one process twice: pass each handle once"
+            )
         peers = [Handle.parse(text) for text in texts]
         if uuid in self._used:
             raise AlreadyInitializedError(

@@ -111,8 +111,8 @@ def packed(call: int, parts: Sequence[str | bytes]) -> bytes:
     size = sum(_LENGTH.size + len(part) for part in encoded) + _HEAD.size
     if size > MOST_BYTES or len(encoded) > _MOST_PARTS:
         raise InvalidArgumentError(
-            f"one call to the store must have at most {_MOST_PARTS} keys and values of {MOST_BYTES} bytes, but has "
-            f"{len(encoded)} of {size}; send large things through a group"
+            f"one call to the store must have at most {_MOST_PARTS} keys and values, with {MOST_BYTES} bytes in total, "
+            f"but has {len(encoded)} with {size} bytes; send large data through a group"
         )
     pieces = [_HEAD.pack(call, len(encoded))]
     for part in encoded:

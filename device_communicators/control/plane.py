@@ -180,7 +180,7 @@ class World:
         first, last = (port, port) if port is not None else settings.PORTS.get() or (0, 0)
         proc, bound, board = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()
         if len(token.encode()) > MOST_TOKEN_BYTES:
-            raise InvalidArgumentError(f"the token of a world must have at most {MOST_TOKEN_BYTES} bytes")
+            raise InvalidArgumentError(f"the secret token of a world must have at most {MOST_TOKEN_BYTES} bytes")
         shown = ctypes.create_string_buffer(token.encode(), MOST_TOKEN_BYTES + 1)
         try:
             numeric = resolve(address, 0)[0][4][0]
@@ -234,14 +234,14 @@ class World:
         ranks = {proc: rank for rank, proc in procs.items()}
         if self.endpoint.proc not in ranks or len(ranks) != len(members):
             raise InvalidArgumentError(
-                "World.meet needs each rank and process once, and this process among them; got ranks "
-                f"{format_ranks([member.rank for member in members])}. Pass the roster that all ranks published"
+                "World.meet needs a list of members with each rank and process once, and this process among them, but "
+                f"got ranks {format_ranks([member.rank for member in members])}. Pass the same list on all ranks"
             )
         domains = len({member.domain or member for member in members})
         if len(members) > _MOST_MEMBERS or domains > _MOST_DOMAINS:
             raise UnsupportedError(
                 f"a world has at most {_MOST_MEMBERS} ranks on {_MOST_DOMAINS} hosts, but this one has {len(members)} "
-                f"on {domains}; start several worlds"
+                f"ranks on {domains} hosts; divide the ranks into several worlds"
             )
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
@@ -288,8 +288,8 @@ class World:
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
-                f"an agreement takes a purpose of at most {MOST_TEXT_BYTES} bytes and a value of at most "
-                f"{MOST_VALUE_BYTES}, but they have {len(purpose.encode())} and {len(value)}"
+                f"World.agree takes a purpose of at most {MOST_TEXT_BYTES} bytes and a value of at most "
+                f"{MOST_VALUE_BYTES}, but the purpose has {len(purpose.encode())} bytes and the value {len(value)}"
             )
         ordered = sorted(set(ranks))
         if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
@@ -303,7 +303,7 @@ class World:
         code = self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest))
         if code == -errno.EEXIST:
             raise InvalidArgumentError(
-                f"{what} of ranks {format_ranks(ordered)} is under way; use a new attempt number"
+                f"{what} of ranks {format_ranks(ordered)} is already running in this process; pass another `attempt`"
             )
         key = (self._handle, digest.value, purpose.encode(), attempt)
         try:
@@ -609,8 +609,8 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
             addresses[host] = str(resolve(host, port)[0][4][0])
         except OSError as error:
             raise ControlError(
-                f"the address {host!r} of rank {member.rank} can't be resolved on this host: {error}. Check its DNS or "
-                "/etc/hosts"
+                f"the address {host!r} of rank {member.rank} can't be resolved on this host: {error}. Check "
+                "this host's DNS and /etc/hosts"
             ) from error
     domain = int.from_bytes(hashlib.blake2b(member.domain.encode(), digest_size=8).digest(), "little")
     head = _MEMBER.pack(

@@ -151,9 +151,9 @@ class ControlStore(dist.Store):
         except PermissionError as error:
             raise dist.DistNetworkError(f"{self} and this process don't share a secret: {error}") from error
         except ConnectionResetError as error:
-            raise dist.DistNetworkError(f"{self} has ended: {error}") from error
+            raise dist.DistNetworkError(f"{self} closed the connection, or its process exited: {error}") from error
         except ConnectionAbortedError as error:
-            raise dist.DistNetworkError(f"{self} closes each connection") from error
+            raise dist.DistNetworkError(f"{self} closes each connection without an answer") from error
         except (OSError, ForeignServiceError, ConfigMismatchError) as error:
             if not self._is_numeric:  # it may resolve to another address now
                 self._client = 0
@@ -177,5 +177,5 @@ class ControlStore(dist.Store):
         """Resolves the host's name in a thread, because a name server can take longer than `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
-            raise TimeoutError(f"the name {self.address[0]!r} was not resolved")
+            raise TimeoutError(f"the host name {self.address[0]!r} was not resolved within {limit_s:g} s")
         return [str(where[0]) for *_, where in look_up.result()]

@@ -117,7 +117,8 @@ def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) 
                 for at in (gloo_addresses() if address is None else [address])[: min(wanted, _MOST_ADDRESSES)]:
                     if not at:
                         raise OSError(
-                            "the network interface that GLOO_SOCKET_IFNAME names has no address; name one that has"
+                            "the network interface in GLOO_SOCKET_IFNAME has no address; set GLOO_SOCKET_IFNAME to an "
+                            "interface that has an address"
                         )
                     family = resolve(at, 0)[0][0]
                     listener = socket.create_server((at, 0), family=family, backlog=_BACKLOG)
@@ -206,7 +207,7 @@ def _greet(meeting: Meeting, end: Sequence[Any], token: str, number: int, deadli
 
 def _check_time(meeting: Meeting, deadline: float) -> None:
     if meeting.has_lost_a_rank():
-        raise TimeoutError("a rank has ended")
+        raise TimeoutError("another rank of the world has exited")
     if time.monotonic() > deadline:
         raise TimeoutError("timed out")
 

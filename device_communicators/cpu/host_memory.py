@@ -327,7 +327,7 @@ class _Memory:
         if not address:
             raise SegmentError(
                 f"{size_bytes >> 10} KiB of shared memory can't be mapped into this process: "
-                f"{describe_address_space()}; raise its limit (ulimit -v)"
+                f"{describe_address_space()}; raise the limit of address space (ulimit -v)"
             )
         return address
 

@@ -240,7 +240,7 @@ class NativeLibrary:
         if self._library.ps_version() != _VERSION:
             raise BuildError(
                 f"the compiled library {path} has version {self._library.ps_version()}, but this package needs "
-                f"{_VERSION}; remove the file"
+                f"version {_VERSION}; remove the file, so that it is compiled again"
             )
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]

@@ -128,7 +128,10 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
     import torch
 
     if not torch.compiled_with_cxx11_abi():
-        raise BuildError(f"torch {torch.__version__} was built with _GLIBCXX_USE_CXX11_ABI=0; install one built with 1")
+        raise BuildError(
+            f"torch {torch.__version__} was built with _GLIBCXX_USE_CXX11_ABI=0, for which this library can't be "
+            "compiled; install a torch that was built with _GLIBCXX_USE_CXX11_ABI=1"
+        )
     root = Path(torch.__file__).parent
     include = root / "include"
     return {
@@ -249,8 +252,8 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=BUILD_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{command[0]} can't be run: {error}") from error
+        raise BuildError(f"the C++ compiler {command[0]} can't be run: {error}") from error
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         wrong = next((line for line in lines if "error" in line), lines[0] if lines else str(done.returncode))
-        raise BuildError(f"{command[0]} failed: {wrong}")
+        raise BuildError(f"the C++ compiler {command[0]} failed: {wrong}")

@@ -47,7 +47,10 @@ class Segment:
             if _keep(descriptor):
                 return cls(name, descriptor)
             os.close(descriptor)
-        raise SegmentError(f"each new file for shared memory in {DIRECTORY} was removed at once by another process")
+        raise SegmentError(
+            f"another process removes each new shared-memory file in {DIRECTORY} at once, perhaps to clean up; stop "
+            "that process"
+        )
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
@@ -67,8 +70,8 @@ class Segment:
         if not _is_own(descriptor):
             os.close(descriptor)
             raise SegmentError(
-                "the shared-memory file of another rank belongs to another user, or others may access it; run all "
-                "ranks as one user"
+                "the shared-memory file of another rank belongs to another user, or its permissions let others access "
+                "it; run all ranks as one user"
             )
         return cls(name, descriptor)
 

@@ -50,5 +50,5 @@ def open_streams(
         len(ends), made.granted_bytes, spin_ns, striped_bytes,
     )  # fmt: skip
     if not address:
-        raise MemoryError("there is no memory for the connections to other hosts")
+        raise MemoryError("this process has no memory left for its connections to other hosts")
     return address

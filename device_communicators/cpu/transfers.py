@@ -169,7 +169,7 @@ class Transfers:
         self._ring_bytes = ring_bytes
         self.address = address or 0
         if not self.address:
-            raise MemoryError(f"there is no memory for the transfers of {members}")
+            raise MemoryError(f"this process has no memory left for sends and receives of {members}")
         self._failure: Failure | None = None
         self._is_free = False
         self._waits: set[tuple[int, int, int]] = set()

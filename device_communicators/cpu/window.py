@@ -90,7 +90,9 @@ def group_of_one(context: GroupMember) -> NativeGroup:
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
-        raise UnsupportedError(f"{context}: a window needs the library's CPU collectives: {error}") from error
+        raise UnsupportedError(
+            f"window() of {context} needs this library's compiled part, which is unavailable: {error}"
+        ) from error
     number = library.ps_group_new(None, 0, 0, 1, 0, 0, context.timeout_s)
     return NativeGroup(library, number, Members(context.name, context.ranks, context.rank, context.timeout))
 
@@ -141,7 +143,10 @@ class Window:
         count, library = math.prod(size), group.library
         number = DTYPE_NUMBERS.get(dtype, -1)
         if number < 0:
-            raise InvalidArgumentError(f"a window of {self} can't be of {dtype}: use a dtype of the same width")
+            raise InvalidArgumentError(
+                f"a window of {self} can't have dtype {dtype}: use another dtype of the same width, and view the "
+                "window's tensor"
+            )
         shape = tuple(size) if len(size) <= _MOST_DIMS else (count,)
         part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, 0, len(shape), *shape)
         address = library.ps_window_new(group.number, part, None)
@@ -166,7 +171,9 @@ class Window:
         CollectiveTimeoutError if another host doesn't receive the bytes.
         """
         if not isinstance(x, Tensor) or not x.is_cpu:
-            raise InvalidArgumentError(f"put takes a CPU tensor, but got {type(x).__name__} (a window of {self})")
+            raise InvalidArgumentError(
+                f"put of a window of {self} takes a CPU tensor, but got another object: a {type(x).__name__}"
+            )
         if not is_dense(x):
             x = dense(x)
         number, started = DTYPE_NUMBERS.get(x.dtype, -1), time.monotonic()

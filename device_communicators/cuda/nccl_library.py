@@ -137,7 +137,7 @@ class NcclLibrary:
                 self._bind(name)
             except AttributeError as error:
                 if since == 0:
-                    raise NcclUnavailableError(f"{self} has no {name}") from error
+                    raise NcclUnavailableError(f"{self} can't be used, because it lacks the function {name}") from error
                 self.missing[name] = (
                     f"NCCL {version_text(self.version)} has no {name}, which needs {version_text(since)}"
                 )

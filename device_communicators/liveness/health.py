@@ -447,7 +447,7 @@ class Watcher:
                 return over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
             if verdict is None:
                 raise ControlError(
-                    f"{operation} needs the control plane, but there is no control plane: {self._problem}"
+                    f"{operation} needs this library's control plane, but there is no control plane: {self._problem}"
                 )
             if verdict.kind != "agreed":
                 raise UnmetError(verdict)

@@ -155,7 +155,7 @@ class NcclCommunicator(Communicator):
     def _refuse_capture(self, why: str) -> None:
         if self.streams.is_capturing():
             raise GroupNotInitializedError(
-                f"{self.context} was not used before the capture of this CUDA graph, so the capture can't use it: "
+                f"{self.context} was not used before the capture of this CUDA graph, so its calls can't be captured: "
                 f"{why}. Make the same calls once before the capture, or use initialize_model_parallel(warm_up=True)"
             )
 
@@ -247,7 +247,7 @@ class NcclCommunicator(Communicator):
 
     def _function(self, name: str) -> Any:
         if name in self.library.missing:
-            raise UnsupportedError(f"{self.context}: {self.library.missing[name]}")
+            raise UnsupportedError(f"{self.context} can't do this with the loaded NCCL: {self.library.missing[name]}")
         return getattr(self.library, name)
 
     @property
@@ -280,7 +280,8 @@ class NcclCommunicator(Communicator):
         for x in tensors:
             if x.device != self.context.device:
                 raise InvalidArgumentError(
-                    f"tensors of {self.context} must be on {self.context.device}, but one is on {x.device}; move it"
+                    f"tensors of {self.context} must be on {self.context.device}, but one is on {x.device}; move that "
+                    "tensor"
                 )
 
     def _check_awake(self) -> None:

@@ -262,8 +262,8 @@ class Windows:
             if text != mine:
                 raise self._context.mismatch(
                     operation,
-                    f"this rank's tensors are in {mine}, those of global rank {rank} in {text}. All ranks must pass "
-                    "the same part of a tensor that group.empty returned in the same call",
+                    f"this rank's tensors are in {mine}, but those of global rank {rank} are in {text}. All ranks must "
+                    "pass the same part of a tensor that the same call of group.empty() returned on each rank",
                     [rank],
                 )
 

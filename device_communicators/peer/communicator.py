@@ -54,8 +54,8 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def group(self) -> PeerGroup:
         if self._made is None:
             raise UnsupportedError(
-                f"{self.context} has no peer memory: its ranks refused it when the group was made (explain() gives "
-                "the reason), or the group was destroyed"
+                f"{self.context} has no GPU memory that its ranks share: the group was made without such memory "
+                "(explain() gives the reason), or was destroyed"
             )
         return self._made
 
@@ -98,7 +98,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def _placed(self, x: Tensor) -> Tensor:
         if x.device != self._at:
             raise InvalidArgumentError(
-                f"tensors of {self.context} must be on {self._at}, but one is on {x.device}; move it"
+                f"tensors of {self.context} must be on {self._at}, but one is on {x.device}; move that tensor"
             )
         if not x.is_contiguous():
             return x.contiguous()

@@ -139,7 +139,8 @@ class PeerGroup:
         if wrong:
             self._raise_death()
             raise NotSharedError(
-                f"the test call of {wrong[0]} returned a wrong result; check peer access between the GPUs"
+                f"the test call of {wrong[0]} returned a wrong result; check that the GPUs can access each other's "
+                "memory"
             )
         self._share_of_timeout = 1.0
 
@@ -365,8 +366,8 @@ class PeerGroup:
                 raise self._failed(kernel) from error
             raise self.context.failure(
                 CommunicationError,
-                f"{kernel} of {self.context} could not be launched: {error}. The other ranks wait for it; an earlier "
-                "kernel on this device may have failed: run with CUDA_LAUNCH_BLOCKING=1",
+                f"{kernel} of {self.context} could not be launched: {error}. The other ranks wait for this kernel; "
+                "perhaps an earlier kernel on this device failed: run with CUDA_LAUNCH_BLOCKING=1 to find that kernel",
                 kernel,
             ) from error
 
@@ -381,6 +382,7 @@ class PeerGroup:
     def _loaded(self) -> Launcher:
         if self._kernels is None:
             raise CommunicationError(
-                f"{self.context} can't launch a kernel in peer memory, because the group was destroyed or has failed"
+                f"{self.context} can't launch a kernel on the GPU memory that its ranks share, because the group was "
+                "destroyed or has failed"
             )
         return self._kernels

@@ -147,7 +147,7 @@ def nvrtc_version() -> tuple[int, int]:
         raise KernelError(f"NVRTC can't be loaded: {_first_line(problem)}; {_INSTALL}") from problem
     if int(error) != 0:
         raise KernelError(
-            f"the CUDA compiler NVRTC doesn't tell its version (nvrtcVersion returned error {int(error)})"
+            f"the version of the CUDA compiler NVRTC is unknown, because nvrtcVersion returned error {int(error)}"
         )
     return int(major), int(minor)
 
@@ -212,7 +212,9 @@ def _packages() -> tuple[Any, Any]:
         from cuda import core
         from cuda.bindings import nvrtc
     except ImportError as problem:
-        raise KernelError(f"{_first_line(problem)}; {_INSTALL}") from problem
+        raise KernelError(
+            f"a Python package for CUDA can't be imported: {_first_line(problem)}; {_INSTALL}"
+        ) from problem
     return core, nvrtc
 
 
@@ -298,8 +300,9 @@ class PeerKernels:
         nvrtc = nvrtc_version()
         if nvrtc[0] > driver.version[0]:
             raise KernelError(
-                f"the driver is for CUDA {driver.version[0]}.{driver.version[1]}, which can't load kernels of NVRTC "
-                f"{nvrtc[0]}.{nvrtc[1]}; update the driver, or install packages that match it: {_PACKAGES}"
+                f"the CUDA driver is for CUDA {driver.version[0]}.{driver.version[1]}, so it can't load kernels that "
+                f"NVRTC {nvrtc[0]}.{nvrtc[1]} compiles; update the driver, or install packages for its version: "
+                f"{_PACKAGES}"
             )
         return PeerKernels(driver, device)
 

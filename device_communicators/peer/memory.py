@@ -71,8 +71,8 @@ class SymmetricSharing:
         for (one, (number, uuid)), (other, (number_there, uuid_there)) in combinations(enumerate(offers), 2):
             if number == number_there and uuid != uuid_there:
                 raise NotSharedError(
-                    f"the GPUs of ranks {one} and {other} are both cuda:{number} in their processes, so torch takes "
-                    "them for one GPU; make all GPUs visible to every rank and use torch.cuda.set_device"
+                    f"the GPUs of ranks {one} and {other} are both cuda:{number} in their processes, so torch "
+                    "treats them as one GPU; make all GPUs visible to every rank, and choose by torch.cuda.set_device"
                 )
         operation, started = "the rendezvous of symmetric memory", time.monotonic()
         call = Call(self._meet)
@@ -113,7 +113,7 @@ class IpcSharing:
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
         if self._tensor is None:
-            raise NotSharedError("it is closed")
+            raise NotSharedError("this rank's GPU memory for sharing was closed")
         addresses = []
         # Peers' devices needn't be visible to this process.
         own = _index(self._context.device)

@@ -116,9 +116,9 @@ def load(path: Path | None = None) -> Table:
         file = msgspec.json.decode(text, type=_File)
     except (OSError, ValueError) as error:  # ValueError: also of msgspec, and of text that isn't UTF-8
         raise SettingError(
-            f"{settings.PEER_MEMORY_TABLE.name} must name a file that `python -m parallel_state tune` wrote, of "
-            f"format 1, but {path} isn't one ({type(error).__name__}: {error}); `python -m parallel_state tune` writes "
-            "one. Or unset the variable, or remove the file"
+            f"{settings.PEER_MEMORY_TABLE.name} must name a file that `python -m parallel_state tune` wrote in format "
+            f"1, but {path} is no such file ({type(error).__name__}: {error}). Run that command to write a new file, "
+            "unset the variable, or remove the file"
         ) from error
     return Table(file.rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -254,7 +254,7 @@ def agree(
     thresholds = thresholds or tables[0].find(arch, context.size) or cited(arch, context.size)
     if thresholds is None:
         raise NotSharedError(
-            f"the sizes up to which each kernel is used were not measured for {context.size} ranks: {HOW}"
+            f"the tensor sizes for which each kernel is the fastest were not measured for {context.size} ranks: {HOW}"
         )
     topology = device.topology(context)
     problem = _problem(topology, context.size)

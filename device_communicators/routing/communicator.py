@@ -146,7 +146,7 @@ class GroupContext(GroupMember):
         found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
         if found:
             raise UsageError(
-                f"{method} of {self} failed: {'; '.join(found)}. Resolve it, then call {method}() on all ranks"
+                f"{method} of {self} failed: {'; '.join(found)}. Remove this cause, then call {method}() on all ranks"
             )
 
     def check_cpu_group(self, what: str) -> None:
@@ -155,8 +155,8 @@ class GroupContext(GroupMember):
         """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
-                f"{what} on {self} needs the group's gloo group, which all its ranks must create together; first "
-                "call barrier() on every rank"
+                f"{what} on {self} needs the group's gloo process group, which all ranks of the group must create "
+                "together: call barrier() on every rank first"
             )
 
     def tag(self, kind: int) -> int:
@@ -224,7 +224,7 @@ class Communicator(ABC):
 
     def allocate(self, size_bytes: int) -> Tensor | None:
         """Returns uninitialised bytes in memory that peers can access, or None on all ranks. Every rank calls this."""
-        raise UnsupportedError(f"{self.name} can't allocate tensors for {self.context}")
+        raise UnsupportedError(f"the communicator {self.name!r} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
         """Returns a context for one collective. In it, a conflicting collective of another thread raises UsageError."""
@@ -497,7 +497,7 @@ def _contiguous(x: Tensor) -> Iterator[Tensor]:
 
 def _lacking(operation: str) -> Any:
     def raise_lack(self: Communicator, *_: object) -> NoReturn:
-        raise UnsupportedError(f"{self.name} doesn't support {operation} on {self.context}")
+        raise UnsupportedError(f"the communicator {self.name!r} doesn't support {operation} on {self.context}")
 
     return raise_lack
 

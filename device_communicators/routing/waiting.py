@@ -156,7 +156,7 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
         if time.monotonic() - started > context.timeout_s + NOTICE_S:  # several works may each take the timeout
-            raise RuntimeError(f"{operation} timed out")
+            raise RuntimeError(f"{operation} timed out after {context.timeout_s:g} s")
         if context.deaths() and not ended(NOTICE_S):
             raise died(context, operation, started)
 

@@ -311,7 +311,7 @@ def test_row_38_a_segment_of_another_user() -> None:
     try:
         for change in (lambda: os.fchown(made.descriptor, NOBODY, NOBODY), lambda: os.fchmod(made.descriptor, 0o666)):
             change()
-            with pytest.raises(SegmentError, match="belongs to another user, or others may access it") as caught:
+            with pytest.raises(SegmentError, match="belongs to another user, or its permissions let others") as caught:
                 Segment.open(made.name)
             assert made.name not in str(caught.value), "an error text never names a segment"
             os.fchown(made.descriptor, 0, 0)

@@ -419,7 +419,7 @@ def test_a_second_meet_and_a_strange_member(alone: World) -> None:
         alone.meet([], lambda change: None)
     other = World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3)
     with pytest.raises(
-        InvalidArgumentError, match="each rank and process once, and this process among them; got ranks"
+        InvalidArgumentError, match="each rank and process once, and this process among them, but got ranks"
     ):
         other.meet([Member(0, "", 1, "", alone.endpoint)], lambda change: None)
     other.leave()

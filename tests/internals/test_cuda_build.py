@@ -194,7 +194,7 @@ def test_a_cubin_that_is_not_whole_is_made_again(
         flipped = bytes([content[0] ^ 1]) + content[1:]
         kept.write_bytes({"cut": content[:-1], "flipped": flipped, "empty": b""}[damage])
     monkeypatch.setenv("PARALLEL_STATE_BUILD", "never")
-    why = "other users may have written to the cached file" if damage == "writable" else "it is damaged"
+    why = "or can write to it" if damage == "writable" else "is damaged: its checksum is wrong"
     with pytest.raises(KernelError, match=f"{why}, and PARALLEL_STATE_BUILD is never"):
         peer_kernels.cubin("sm_90")
     monkeypatch.delenv("PARALLEL_STATE_BUILD")
@@ -209,7 +209,7 @@ def test_a_cache_of_others_is_not_read(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     peer_kernels.cubin("sm_90")
     (tmp_path / "parallel_state").chmod(0o777)
-    with pytest.raises(KernelError, match="must belong to this user"):
+    with pytest.raises(KernelError, match="but another user owns"):
         peer_kernels.cubin("sm_90")
 
 

@@ -108,7 +108,7 @@ def test_what_fails_says_why(driver: Any, monkeypatch: pytest.MonkeyPatch) -> No
         PeerKernels.load(1)
     PeerKernels.load.cache_clear()
     driver.stand_in_is(12080, 90)
-    text = r"for CUDA 12\.8, which can't load kernels of NVRTC 13\.0; .*'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"
+    text = r"for CUDA 12\.8, so it can't load kernels that NVRTC 13\.0 compiles; .*'cuda-bindings<13' nvidia-cuda-nvrtc"
     with pytest.raises(KernelError, match=text):
         PeerKernels.load(0)
     driver.stand_in_is(13000, 90)

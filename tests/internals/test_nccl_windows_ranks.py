@@ -375,5 +375,5 @@ def test_debug_mode_finds_ranks_that_pass_different_parts(pools: Pools, stand_in
         for kind, _ in (reduced, gathered, scattered):
             assert kind == "CollectiveMismatchError"
         assert "window 0 at byte 16" in reduced[1]
-        assert "All ranks must pass the same part of a tensor that group.empty returned" in reduced[1]
+        assert "All ranks must pass the same part of a tensor that the same call of group.empty()" in reduced[1]
         assert "ordinary memory" in gathered[1]

@@ -630,7 +630,7 @@ def _closed_body(env: Env) -> None:
     group.route.close()
     if group.context.watcher is not None:
         assert len(group.context.watcher.on_death) == listeners - 1
-    with pytest.raises(UnsupportedError, match="has no peer memory"):
+    with pytest.raises(UnsupportedError, match="has no GPU memory that its ranks share"):
         communicator.all_reduce(torch.ones(1), "sum")
 
 
