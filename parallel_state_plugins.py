@@ -1,7 +1,7 @@
 """Entry points of vLLM and SGLang. They do nothing unless PARALLEL_STATE_PLUGIN names the engine (`vllm,sglang`).
 
-If the engine's version isn't tested, or an error occurs, it runs unchanged and logs the reason. This module is outside
-`parallel_state` because importing that package imports torch.
+If the engine's version isn't tested, or an error occurs, the engine runs unchanged and the reason is logged. This
+module is outside `parallel_state` because importing that package imports torch.
 """
 
 import logging
@@ -12,12 +12,12 @@ import zlib
 VARIABLE = "PARALLEL_STATE_PLUGIN"
 ENGINES = ("vllm", "sglang")
 VLLM_VERSIONS = ((0, 32), (0, 34))
-"""At least the first, below the second."""
+"""Tested versions: at least the first, below the second."""
 
 SGLANG_VERSIONS = ((0, 5, 23), (0, 5, 24))
 
 _LOGGED = "_PARALLEL_STATE_PLUGIN_LOGGED"
-"""Checksums of logged lines. Child processes inherit them and don't repeat the lines."""
+"""Environment variable with checksums of logged lines. Child processes inherit it and don't repeat the lines."""
 
 
 _ASKED: set[str] = set()
@@ -54,7 +54,7 @@ def vllm_platform() -> "str | None":
 
 
 def vllm_general() -> None:
-    """Entry point of `vllm.general_plugins`. Replaces vLLM's message queue if the platform is ours."""
+    """Entry point of `vllm.general_plugins`. Replaces vLLM's message queue if vLLM uses this library's platform."""
     if not is_wanted("vllm"):
         return
     try:
@@ -85,7 +85,9 @@ def sglang_general() -> None:
 
 
 def log_once(engine: str, level: int, text: str) -> None:
-    """Logs once among this process and its children. An INFO line doesn't count while the logger has no handler."""
+    """Logs `text` only once in this process and its children. Without a handler, an INFO text is dropped and not
+    counted.
+    """
     logger = logging.getLogger(f"{engine}.parallel_state")  # a child of the engine's logger uses its handlers
     key = f"{engine}:{zlib.crc32(text.encode()):08x}"
     logged = os.environ.get(_LOGGED, "").split("|")

@@ -89,7 +89,7 @@ _NAMES = {
         "try_get_tp_group", "try_get_world_group",
     ],
 }  # fmt: skip
-"""Maps a module to its public names. Omits the getters that are generated from AXES."""
+"""Maps a module to its public names, except the getters of groups, which are generated."""
 
 _names, _load = load_on_use(globals(), _NAMES)
 
@@ -115,7 +115,7 @@ def __dir__() -> list[str]:
 
 
 def _is_command() -> bool:
-    """Returns True if this process runs the package's command.
+    """Returns True if this process runs `python -m parallel_state` or `parallel-state`.
 
     While Python locates the module for `-m`, `sys.argv[0]` is "-m", and `orig_argv` has the module's name.
     """

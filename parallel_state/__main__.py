@@ -1,4 +1,6 @@
-"""Imports and runs the module of one command. Most commands don't need torch, whose import takes seconds."""
+"""Runs one command. Imports only this command's module, because most commands don't need torch, whose import takes
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Returns the exit code of the command; 128 + the signal's number for a closed pipe and for Ctrl-C."""
+    """Runs the command and returns its exit code: 128 + SIGPIPE for a closed output pipe, 128 + SIGINT for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")

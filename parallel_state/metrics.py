@@ -24,7 +24,7 @@ __all__ = ["disable", "enable", "is_enabled", "prometheus_collector", "prometheu
 
 
 def enable() -> None:
-    """Starts to measure the operations of all groups, also of later ones."""
+    """Starts to measure the operations of all groups, also of groups created later."""
     _switch(True)
 
 
@@ -46,9 +46,9 @@ def _switch(on: bool) -> None:
 def snapshot() -> dict[str, Any]:
     """Returns the metrics as JSON-compatible values. May be called from any thread.
 
-    `rank` is this global rank, -1 without groups. Each of `groups` (of two or more ranks) has:
+    `rank` is this process's global rank, or -1 without groups. Each of `groups` (of two or more ranks) has:
 
-    - `group`, `ranks` (global), `failures` (0, or 1 once the group failed);
+    - `group`, `ranks` (global), `failures` (1 if the group failed, else 0);
     - `operations`: method -> `calls`, `bytes` of this rank's tensors, and the measured time in `seconds`. In shared
       memory this time is divided into `waiting_s`, the waits for other ranks, and `moving_s`, the rest; elsewhere both
       are None;

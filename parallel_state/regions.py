@@ -14,8 +14,8 @@
 Unlike with the plain ops, the ranks compute *one* loss together: the gradient of a replicated tensor is already
 complete on every rank. Higher-order gradients follow the same table, also under torch.func.
 
-Every rank of `group` (default: the tensor-parallel one) calls them. The dim of a slice must be divisible by the group's
-size. The result may be changed in place; the input is never changed.
+Every rank of `group` (default: the tensor-parallel group) must call the function. The dim of a slice must be divisible
+by the group's size. The result may be changed in place; the input is never changed.
 
 After Shoeybi et al., arXiv:1909.08053, and Korthikanti et al., arXiv:2205.05198.
 """
@@ -67,7 +67,7 @@ def gather_from_sequence_parallel_region(
 ) -> Tensor:
     """Concatenates the ranks' slices along dim 0.
 
-    `tensor_parallel_output_grad`: False if every rank has the complete gradient, because no sharded layer follows.
+    Pass `tensor_parallel_output_grad=False` if every rank has the complete gradient, because no sharded layer follows.
     """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
@@ -103,7 +103,9 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the region's op. Without gradients calls `kernel`, whose plain ops compiler passes recognise."""
+    """Calls the region's op. If gradients are disabled, calls `kernel` instead, whose plain ops compiler passes
+    recognise.
+    """
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

@@ -1,4 +1,4 @@
-"""The process-wide groups. One init creates them, one destroy clears them. Only this file uses `global`.
+"""The process-wide groups, and the functions that create, return and destroy them. Only this file uses `global`.
 
 Getters raise GroupNotInitializedError before the init; those with `try_` return None.
 """
@@ -73,9 +73,9 @@ _CUSTOM_ALL_REDUCE = True
 _PATCHED: contextvars.ContextVar[bool] = contextvars.ContextVar("parallel_state_patched", default=False)
 _START: Start | None = None
 _UNDO: contextlib.ExitStack | None = contextlib.ExitStack()
-"""The callbacks that destroy runs to undo init's other changes: exported variables, default group, ports, cores.
+"""Callbacks by which destroy undoes init's changes outside the groups: exported variables, default group, ports, cores.
 
-None while an init runs. A destroy during an init puts a new stack here, and the init then fails and cleans up.
+None while an init runs. A destroy during an init assigns a new stack; the init then fails and cleans up.
 """
 
 
@@ -93,7 +93,7 @@ def init_distributed_environment(
     bind_device: bool = False,
     high_priority_stream: bool = False,
 ) -> None:
-    """Connects this process with the other ranks of its world. Every process must call it once.
+    """Connects this process with the other ranks of its world. Every process must call this once.
 
     If torch.distributed is already initialised, joins that world. Otherwise a launcher's variables (torchrun, SLURM,
     Open MPI, PMI) supply the ranks and sizes that are -1. Without a launcher the process is rank 0 of 1.
@@ -111,7 +111,8 @@ def init_distributed_environment(
     group is requested.
 
     Raises AlreadyInitializedError, SettingError for a wrong environment variable, InvalidArgumentError,
-    ConfigMismatchError if ranks or an existing default group disagree, RendezvousError with the address tried.
+    ConfigMismatchError if ranks disagree with each other or with an existing default group, RendezvousError with the
+    address tried.
     """
     global _NODES, _START, _UNDO
     forks.check("init_distributed_environment()")
@@ -261,7 +262,7 @@ def init_world_group(
 def destroy_distributed_environment() -> None:
     """Destroys the parallel groups and the world. Keeps a default group that the program made. May be called twice.
 
-    If init_distributed_environment() is running, it raises GroupDestroyedError.
+    A running init_distributed_environment() then raises GroupDestroyedError.
     """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
@@ -302,9 +303,9 @@ def initialize_model_parallel(
 ) -> None:
     """Divides the world into tensor-, pipeline-, data-parallel and all other groups.
 
-    Every rank calls it with the same arguments. If only torch.distributed is initialised, joins its world first. Groups
-    of tp, dp, pp and of each axis with a given size are created now; the others (model, dp_cp, embedding, …) when the
-    group's ranks first use them. Groups of equal ranks share one process group.
+    Every rank must call this with the same arguments. If only torch.distributed is initialised, joins its world first.
+    Groups of tp, dp, pp and of each axis with a given size are created now; the others (model, dp_cp, embedding, …)
+    when the group's ranks first use them. Groups with the same ranks share one process group.
 
     - `sizes`: of the other axes, by parameter or axis name (`context_parallel_size`, `ep`, …): see docs/layouts.md. A
       size that isn't passed is 1. The remaining ranks go to the size that is -1, by default dp.
@@ -313,7 +314,7 @@ def initialize_model_parallel(
     - `backend`, `timeout`: for all groups. `axis_options` overrides both for single groups, by group name.
     - `allow_pickle`: sends objects of unregistered types by pickle, which runs code that a peer sends. Only for
       processes that you trust.
-    - `eager`: creates all groups now. `warm_up`: runs a small all-reduce in each.
+    - `eager`: creates all groups now. `warm_up`: runs a small all-reduce in each group.
     - `get_embedding_ranks`: a function that picks the ranks with the word embedding from a pipeline's ranks; default:
       the first and the last.
     - `get_position_embedding_ranks`: the same for the position embedding; default: the first.
@@ -323,7 +324,7 @@ def initialize_model_parallel(
       world and each group with ranks of the dead rank's data-parallel replica.
 
     Raises GroupNotInitializedError without a world, AlreadyInitializedError, LayoutError for sizes that don't fit,
-    ConfigMismatchError if ranks differ, CommunicationError if a rank never calls.
+    ConfigMismatchError if ranks differ, CommunicationError if a rank doesn't call this.
     """
     from parallel_state.groups import world as world_module
 
@@ -366,7 +367,9 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns the number of ranks on each host, or None if it differs or a host's ranks aren't consecutive."""
+    """Returns the number of ranks on each host. Returns None if hosts have different numbers, or ranks that aren't
+    consecutive.
+    """
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (
@@ -503,7 +506,7 @@ def model_parallel_is_initialized() -> bool:
 
 @host_call(OUTSIDE)
 def destroy_model_parallel() -> None:
-    """Destroys all parallel groups, but not the world. Every rank calls it. May be called twice."""
+    """Destroys all parallel groups, but not the world group. Every rank must call this. May be called twice."""
     forks.check("destroy_model_parallel()")
     groups = _GROUPS
     _install(None)
@@ -514,7 +517,7 @@ def destroy_model_parallel() -> None:
 @contextmanager
 @host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `get_tp_group()` return `tp_group`, such as a draft model's group, in the body. Doesn't nest."""
+    """Makes `get_tp_group()` return `tp_group`, such as a draft model's group, in the body. Can't be nested."""
     groups = get_parallel_groups()
     if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group can't be nested; leave its outer `with` block first")
@@ -591,11 +594,12 @@ def get_parallel_groups() -> ParallelGroups:
 
 @host_call(OUTSIDE)
 def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
-    """Returns torch's DeviceMesh over this rank's groups with these dims, slowest first: `("dp_shard", "tp")`.
+    """Returns a torch DeviceMesh over this rank's groups. `names` are its dims, slowest first, such as `("dp_shard",
+    "tp")`.
 
-    Every rank of the world calls it with the same names: of axes, or of groups made of axes (`dp`, `fsdp`). Without
-    names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one. `experts=True`
-    returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order the ranks differently.
+    Every rank of the world must call this with the same names, of axes or of groups that span axes (`dp`, `fsdp`).
+    Without names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one.
+    `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order the ranks differently.
 
     Raises LayoutError for names that overlap or order the ranks differently, and GroupNotInitializedError in a
     simulated world.
@@ -604,26 +608,26 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
 
 
 def get_group(name: str) -> GroupCoordinator:
-    """Returns this rank's group with this name in the axis table: `get_group("ep")` is `get_ep_group()`."""
+    """Returns this rank's group `name`: `get_group("ep")` is `get_ep_group()`."""
     return get_parallel_groups().get(name)
 
 
 def get_group_ranks(name: str) -> list[int]:
-    """Returns the global ranks of this rank's group as a new list, without creating the group.
+    """Returns the global ranks of this rank's group `name` as a new list, without creating the group.
 
-    Raises GroupNotInitializedError before the init, and if this rank is in no such group.
+    Raises GroupNotInitializedError before the init, or if this rank is in no group `name`.
     """
     return get_parallel_groups().ranks_of(name)
 
 
 def get_group_rank(name: str) -> int:
-    """Returns this rank's position in its group, without creating the group."""
+    """Returns this rank's position in its group `name`, without creating the group."""
     groups = get_parallel_groups()
     return groups.ranks_of(name).index(groups.world.rank)
 
 
 def try_get_group(name: str) -> GroupCoordinator | None:
-    """Returns the group, or None before the init or if this rank is in no such group."""
+    """Returns this rank's group `name`, or None before the init or if this rank is in no such group."""
     groups = try_get_current_groups() or _GROUPS
     return None if groups is None else groups.try_get(name)
 
@@ -638,7 +642,7 @@ def _or_raise(
 
 
 def get_node_count() -> int:
-    """Returns the number of hosts of the world. Ranks that share memory are on one host."""
+    """Returns the number of hosts of the world. Ranks that share memory count as one host."""
     return len(get_nodes())
 
 
@@ -652,8 +656,8 @@ def get_nodes() -> list[list[int]]:
 def get_process_environment() -> ProcessEnvironment:
     """Returns this process's rank and local rank, and the sizes of the world and of this host.
 
-    They are those of the world, else of torch's default group, else of the launcher. Works before any init. The result
-    has no address. Raises SettingError for contradictory variables.
+    Reads them from the world group, else from torch's default group, else from the launcher's variables. Works before
+    any init. Raises SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)

@@ -1,4 +1,4 @@
-"""Defines a base class for group coordinators: the calls that have the same names in several engines."""
+"""Defines the base class of vLLM's and SGLang's GroupCoordinator: the methods that have the same names in both."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -16,13 +16,13 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """A group whose methods have an engine's names. The view and this library's group share one `__dict__`."""
+    """A group with the method names of vLLM or SGLang. Shares its `__dict__` with one of this library's groups."""
 
     _made: GroupCoordinator
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the view of group `made`. The first call creates the view and passes `facts` to `_show`."""
+        """Returns the object of this class for group `made`. The first call creates it, by `_show(made, *facts)`."""
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

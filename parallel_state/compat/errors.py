@@ -1,4 +1,4 @@
-"""Errors that callers of an engine can catch as that engine's type, such as AssertionError."""
+"""Errors that also derive from the type that Megatron or vLLM raises, such as AssertionError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InitializedError(AlreadyInitializedError, AssertionError):
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Error for wrong sizes. Has both types that Megatron raises in this case, RuntimeError and AssertionError."""
+    """Error for wrong sizes. Derives from RuntimeError and AssertionError, because Megatron raises both."""
 
 
 @contextmanager

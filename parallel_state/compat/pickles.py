@@ -18,9 +18,9 @@ loads = pickle.loads
 
 
 def dumps(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None) -> memoryview:
-    """Pickles an object. A strided CPU tensor adds its own bytes, not its whole storage.
+    """Pickles an object. For a CPU tensor, only the tensor's own elements are pickled, not its whole storage.
 
-    `buffer_callback` is that of `pickle.dumps`.
+    `buffer_callback` works as in `pickle.dumps`.
     """
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)

@@ -15,7 +15,9 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 
 def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] | None:
-    """Returns each stage's number of layers from an environment variable such as `X=5,2`; None if unset."""
+    """Reads each stage's number of layers from the environment variable `variable`, such as `5,2`. Returns None if it's
+    unset.
+    """
     given = os.environ.get(variable)
     if not given:
         return None

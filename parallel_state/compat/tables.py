@@ -1,4 +1,4 @@
-"""Helpers for the modules that have an engine's names: they collect, forward and rename functions."""
+"""Helpers for the modules of other projects' names: they collect, forward and rename functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns name -> object for an engine's module.
+    """Returns name -> object, for the names in `table`.
 
     `table` maps modules to names; `*` stands for all public functions and classes of the module.
     """
@@ -57,7 +57,7 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
     """Creates a function that calls `method` of the object that `find` returns.
 
-    In the new function's docstring, the object is called `of`.
+    `of` describes the object in the new function's docstring.
     """
 
     @functools.wraps(method)
@@ -70,7 +70,7 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Creates a function that calls `method`, with an engine's parameter names and the docstring `text`.
+    """Creates a function that calls `method`, with the parameter names `names` and the docstring `text`.
 
     In `names`, `dst!` removes the default of `dst`, and `group?` adds an ignored parameter. Ignored parameters must be
     last. `then` converts the result.

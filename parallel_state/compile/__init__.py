@@ -1,1 +1,1 @@
-"""Passes over compiled graphs, which replace sequences of nodes by fused calls."""
+"""Compiler passes that replace sequences of graph nodes by fused calls."""

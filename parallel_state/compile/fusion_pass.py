@@ -77,7 +77,7 @@ def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
 
 
 class AllReduceFusionPass:
-    """A pass for inductor's config; its report covers all graphs so far."""
+    """A pass for inductor's config. `report` lists the all-reduces of all graphs compiled so far."""
 
     def __init__(self) -> None:
         register_graph_pass(type(self))
@@ -89,17 +89,19 @@ class AllReduceFusionPass:
         self.report.kept += report.kept
 
     def uuid(self) -> str:
-        """Returns the identity of this code in inductor's cache."""
+        """Returns a hash of this code, for inductor's cache key."""
         sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles without inductor, as a torch.compile backend."""
+        """A torch.compile backend that applies the pass without inductor."""
         return torch_internals.aot_eager(module, inputs, self)
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Moves the op's inputs before the op. Raises NoMatch, and moves nothing, if that is impossible."""
+    """Moves the computation of the fused op's inputs before the all-reduce. If that is impossible, raises NoMatch and
+    moves nothing.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)
     last = max(order[node] for node in (found.normed, found.add, *needed))

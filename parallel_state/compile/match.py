@@ -1,11 +1,11 @@
 """Finds all-reduces that one op can fuse with an add, an RMS norm and possibly a quantization.
 
-In the graph, an op that writes the ordering token is an `auto_functionalized_v2` node.
+In the graph, the all-reduce is an `auto_functionalized_v2` node, because the op writes to a token that orders calls.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
 
-In place of the written-out norm the graph may have aten's norm as one node.
+Instead of these nodes, the norm can be one node of aten.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NoMatch(Exception):
 
 @dataclass
 class Found:
-    """The nodes that one fused op replaces. The nodes in `inside` are removed."""
+    """The nodes that one fused op reads or replaces; `inside` has the intermediate results."""
 
     all_reduce: Node
     reduced: Node
@@ -136,7 +136,9 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Finds the rest of a written-out norm, until the sum is multiplied by the rsqrt. Returns this product and eps."""
+    """Matches a written-out norm from `square` to the product of x and rsqrt(mean(x²) + eps). Returns this product and
+    eps.
+    """
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
@@ -238,7 +240,7 @@ def _divided_by(node: Node, x: Node) -> Node | None:
 
 
 def _limits(node: Node, x: Node) -> set[str]:
-    """Returns "low" for a clamp to -448, "high" for 448."""
+    """Returns the limits to which `node` clamps `x`: "low" for -448, "high" for 448, both, or none."""
     if node.target not in _CLAMPS or node.args[0] is not x or node.kwargs:
         return set()
     limits = (*node.args[1:], None)[:2]

@@ -1,1 +1,1 @@
-"""Functions over the groups of `state`: getters, other projects' names, graph capture, traces, recovery, helpers."""
+"""Functions over this process's groups: getters, other projects' names, graph capture, traces, recovery, helpers."""

@@ -1,4 +1,4 @@
-"""Megatron's and vLLM's names for functions of `state`; groups are GroupCoordinators, as in vLLM."""
+"""Megatron's and vLLM's names for this library's functions. Groups are GroupCoordinators, as in vLLM."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the group's first global rank."""
+    """Returns the first global rank of the data-parallel group."""
     return state.get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
@@ -73,7 +73,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Returns the group's size."""
+    """Returns the size of `get_expert_data_parallel_group(…)`."""
     return len(state.get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
@@ -125,7 +125,7 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Returns the virtual stage that was set; None without virtual stages."""
+    """Returns this rank's current virtual stage; None without virtual stages."""
     virtual = state.get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.rank
 
@@ -142,9 +142,10 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this is the first pipeline rank and, with `ignore_virtual=False`, `vp_stage` is the first stage.
+    """Returns True if this is the first pipeline rank and, with `ignore_virtual=False`, `vp_stage` is the first virtual
+    stage.
 
-    Default of `vp_stage`: the stage that was set.
+    `vp_stage` defaults to this rank's current virtual stage.
     """
     return state.get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
@@ -166,7 +167,9 @@ def _stage(vp_stage: int | None) -> int | None:
 
 @host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this rank, or with `ignore_virtual=False` its stage `vp_stage`, shares the word embedding."""
+    """Returns True if this rank shares the word embedding, with `ignore_virtual=False` only for its virtual stage
+    `vp_stage`.
+    """
     groups = state.get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")
     if ignore_virtual or not ranks:
@@ -186,7 +189,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Returns the ranks in the tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`: Megatron's shard names."""
+    """Returns this rank's positions in its tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`."""
     return "_".join(str(state.get_group_rank(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 

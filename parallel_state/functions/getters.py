@@ -1,4 +1,4 @@
-"""Getters of every group in the axis table: by short name, and by the long names of other engines.
+"""Getters of every group: by this library's short names, and by the long names of other engines.
 
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
     get_expert_model_parallel_group()  …         if Megatron-core, vLLM or SGLang has the name
@@ -89,7 +89,7 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
 def raise_missing(name: str) -> NoReturn:
     """Raises the error for a name that the package doesn't have.
 
-    For `from parallel_state import …` this is an ImportError, because Python drops the text of an AttributeError there.
+    During `from parallel_state import …` it is an ImportError, because Python then drops an AttributeError's text.
     """
     for axis in AXES:
         old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}

@@ -58,15 +58,16 @@ def reinitialize(
 ) -> None:
     """Replaces the world by a new world of the surviving `ranks`, in the same processes.
 
-    Each survivor must call it with the same arguments. `ranks` are ascending global ranks of the old world, without the
-    lost ranks. The error that ended the old world lists these in `suspect_ranks`. The new world numbers its ranks from
-    0. Then initialize_model_parallel runs with the sizes and `options`. `timeout` (default: the old world's) is that of
-    operations.
+    Each survivor must call this with the same arguments. `ranks` are ascending global ranks of the old world, without
+    the lost ranks. The error that ended the old world lists the lost ranks in `suspect_ranks`. The new world numbers
+    its ranks from 0. Then initialize_model_parallel runs with the sizes and `options`. `timeout` limits each operation;
+    the default is the old world's.
 
-    If it fails, there is no world. The surviving ranks can then call init_distributed_environment with a new address.
+    If this function fails, there is no world. The surviving ranks can then call init_distributed_environment with a new
+    address.
 
     Raises GroupNotInitializedError without a world; InvalidArgumentError for invalid `ranks`; RendezvousError if a
-    survivor doesn't call it in time; and the errors of initialize_model_parallel.
+    survivor doesn't call this in time; and the errors of initialize_model_parallel.
     """
     from device_communicators.control.plane import Endpoint
     from parallel_state.startup.rendezvous import meet_again, met_before

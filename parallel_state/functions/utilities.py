@@ -1,4 +1,4 @@
-"""Helpers that also work without an init: over torch's default group if it exists, otherwise in this process alone."""
+"""Helpers that also work before init: over torch's default group if it exists, otherwise in this process alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the group of the world, or of torch's default group, and each host's ranks. Without peers yields None."""
+    """Yields the world group, or a group over torch's default group, and each host's ranks. Yields None without peers."""
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -255,8 +255,8 @@ def split_tensor_along_last_dim(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the layers of stage `pp_rank` as (first, last + 1). A remainder is spread over the stages before the
-    last.
+    """Returns the layers of stage `pp_rank` as (first, last + 1). If the layers can't be divided evenly, the stages
+    just before the last have one more.
     """
     if not 0 <= pp_rank < pp_size <= num_hidden_layers:
         raise InvalidArgumentError(

@@ -61,8 +61,8 @@ def launch(
     worker calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
 
     `fn`, arguments and results are pickled, so `fn` must be importable. A world of one rank without a `timeout` runs in
-    this process. A fork server imports torch once for all workers. For variables that libraries read during import, use
-    `start_method="spawn"`.
+    this process. A fork server imports torch once for all workers. Use `start_method="spawn"` for variables that must
+    be set before a library is imported.
 
     Raises LaunchError with the rank, exit code or signal, and traceback of the earliest failure. After the `timeout`,
     the error has the stacks of up to 8 ranks. All workers have exited when an error is raised. Also raises
@@ -152,7 +152,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """Returns the cores of each rank. The launcher computes the cores, because the fork server can have other ones."""
+    """Returns the cores of each rank. Called in the launcher, because the fork server can be bound to other cores."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 

@@ -286,9 +286,9 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """Returns True if process `pid` exits soon.
+    """Returns True if process `pid` exits within a short wait.
 
-    Waits, because the kernel closes a child's sockets before it reports the exit.
+    The kernel closes a child's sockets before it reports the exit.
     """
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -299,7 +299,7 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the program's own fork server blocks SIGCHLD."""
+    """Returns False if the program's own fork server can't detect exits, because it blocks SIGCHLD."""
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):
@@ -310,7 +310,7 @@ def _detects_exits() -> bool:
 def start_fork_server() -> None:
     """Starts the fork server, which imports torch and this library first.
 
-    Keeps a preload list that the program has set.
+    Does nothing if the program has set its own preload list.
     """
     ours = ["__main__", "torch", *_AT_INIT, "parallel_state.launch.preload"]
     present = getattr(forkserver._forkserver, "_preload_modules", None)

@@ -1,7 +1,7 @@
 """Serves the store through which ranks find each other, on the node that has rank 0.
 
 The compiled library serves the store (class `World`) to clients with the job's secret. Without the compiled library, or
-on several nodes without a secret, torch's TCPStore serves it to every client.
+on several nodes without a secret, torch's TCPStore serves every client.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
     """Yields the environment variables by which ranks find the job's store.
 
-    The launcher itself listens at the port. No other process can take the port between probe and use, only the given
-    address listens, and the store outlives rank 0.
+    The launcher of rank 0's node serves the store, so the store outlives rank 0.
     """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
@@ -189,7 +188,7 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
     """Listens on the preferred port, or on any port if the preferred one is taken.
 
-    Without a preferred port, uses master_port.
+    Without a preferred port, listens on master_port only.
     """
     address, port = config.master_addr, config.preferred_port or config.master_port
     try:

@@ -15,7 +15,7 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of group: an axis that divides the world, or a kind that is derived from axes (`spans`, `ends_of`)."""
+    """One kind of group: an axis that divides the world, or a kind derived from axes (`spans`, `within`, `ends_of`)."""
 
     name: str
     long_name: str
@@ -29,7 +29,7 @@ class Axis:
     """True if the ranks of a group hold parts of one sequence. Expert layers treat such ranks as data-parallel."""
     ends_of: str | None = None
     always_made: bool = False
-    """If False, groups of this kind are created only if a size other than 1 was passed for them."""
+    """If False, init creates groups of this kind only if a size other than 1 was passed for them."""
 
 
 AXES = (

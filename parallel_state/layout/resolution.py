@@ -255,7 +255,8 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Returns a grid with the axis dcp, or the axes that dcp spans. Also returns a text on dcp for the layout's title.
+    """Returns a grid with the axis dcp (decode-context-parallel), or the axes that dcp spans. Also returns a text on
+    dcp for the layout's title.
 
     As in vLLM, dcp divides tp if pcp is 1. Otherwise dcp spans pcp, or pcp and tp.
     """

@@ -142,7 +142,7 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups, but not the world. Every rank must call this. Idempotent."""
+    """Destroys the parallel groups. Keeps the world group. Every rank must call this. Idempotent."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     lookup.forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
@@ -154,7 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Creates the world over torch's default group. Destroys a world over an earlier default group first."""
+    """Creates the world group over torch's default group. First destroys a world group over an earlier default group."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Creates a second process group for the ranks of each group of `kind`, and returns this rank's."""
+    """For each group of `kind`, creates a second process group with the same ranks. Returns this rank's second group."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -217,7 +217,7 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Creates a second group for the ranks of `dp_cp`, and with `for_expert_parallelism` one for those of `edp`.
+    """Creates a second group with the ranks of `dp_cp`, and with `for_expert_parallelism` one with the ranks of `edp`.
 
     Calls of the second groups can overlap calls of the first groups. Every rank must call this.
     """

@@ -57,7 +57,7 @@ _GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
     "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
     "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
 }
-"""Middle of the getters' names -> (kind of group, or a function that chooses it by flags; endings of the names)."""
+"""X in `get_X_rank` and others -> (kind of group, or a function from flags to the kind; endings such as `rank`)."""
 _TEXTS = {
     "group": "Returns this rank's {} process group. Without one, returns None unless `check_initialized`, else raises "
     "NotInitializedError.",
@@ -68,7 +68,7 @@ _TEXTS = {
     "rank": "Returns this rank's position in its {} group, or the setter's value.",
 }
 _NOT_ZERO = ("tp", "pp")
-"""Kinds whose size and rank raise an error before init. For all other kinds size and rank are 0 before init."""
+"""Kinds of group whose size and rank getters raise an error before init. For other kinds these getters return 0."""
 _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "pipeline_model_parallel_world_size",
             "pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_world_size",
             "expert_model_parallel_world_size", "expert_model_parallel_rank", "expert_tensor_parallel_world_size",
@@ -180,7 +180,9 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns the group that the flags choose: `dp`, `dp_cp`, `dp_cp_ag`, or `intra_dp_cp` (one optimizer instance)."""
+    """Returns the group that the flags choose: `dp`, `dp_cp`, a second group with the ranks of `dp_cp`, or
+    `intra_dp_cp` (one optimizer instance).
+    """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")
     return lookup.required(_data_parallel(with_context_parallel, partial_data_parallel))
@@ -228,7 +230,9 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets this rank's virtual pipeline stage here, and in `parallel_state` if its pipeline has this stage."""
+    """Sets this rank's virtual pipeline stage. Also sets the stage of `parallel_state`'s groups, if they have this
+    stage.
+    """
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None
@@ -281,7 +285,7 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Returns this rank's positions in tp, dp, cp, pp and ep, such as `0_1_0_3_0`, for names of shards."""
+    """Returns this rank's positions in its tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`."""
     stems = ("tensor_model_parallel", "data_parallel", "context_parallel", "pipeline_model_parallel",
              "expert_model_parallel")  # fmt: skip
     return "_".join(str(_get(f"{stem}_rank") or 0) for stem in stems)

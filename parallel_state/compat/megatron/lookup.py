@@ -19,7 +19,7 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Options of the last initialize_model_parallel. Key `dp_cp_ag`: the second group with the ranks of `dp_cp`."""
+"""Options of the last initialize_model_parallel. Key `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
 VARIABLES = {
     f"_{name}_GROUP{suffix}": kind
     for suffix, kinds in {
@@ -44,9 +44,9 @@ VARIABLES = {
     for name, kind in kinds.items()
 }  # fmt: skip
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""Kind of group -> the first of Megatron's variables for this kind.
+"""Kind of group -> Megatron's variable for the group.
 
-Any further variables are for the axis `gtp_remat` of Megatron's main branch. The size of this axis is always 1 here.
+Megatron's main branch has more variables, for the axis `gtp_remat`, whose size is always 1 here.
 """
 
 
@@ -76,7 +76,9 @@ def group_of(kind: str) -> Any:
 
 
 def has_group(kind: str) -> bool:
-    """Returns True if the group exists or can be created. `kind` must be a group that every layout has."""
+    """Returns True if the groups are initialised, or the program assigned Megatron's variable of this kind. Only for
+    kinds that every layout has.
+    """
     return _assigned(kind) is not None or state.model_parallel_is_initialized()
 
 

@@ -133,7 +133,9 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts Megatron's options of a group to GroupOptions. Raises RuntimeError for an unknown net, like Megatron."""
+    """Converts Megatron's options of a group to GroupOptions. Raises RuntimeError for an unknown `net_name`, like
+    Megatron.
+    """
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
@@ -160,7 +162,7 @@ def overwrite_nccl_comm_cfgs(
 def process_group_collection(groups: ParallelGroups | None = None) -> Any:
     """Returns Megatron's ProcessGroupCollection, after creating missing groups. Every rank must call this.
 
-    A field of a kind that has no group is None.
+    A field is None if this rank has no group for it.
     """
     kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     groups = groups or state.get_parallel_groups()
@@ -173,7 +175,8 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns a GroupCoordinator for each named field that has a group. The caller still owns the process group.
+    """Returns field name -> GroupCoordinator, for the fields `names` of a ProcessGroupCollection. Omits fields without
+    a group. The caller still owns the process groups.
 
     Every rank of the groups must call this with the same fields in the same order.
     """

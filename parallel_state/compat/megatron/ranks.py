@@ -1,4 +1,4 @@
-"""Computes Megatron's lists of ranks, with the grids of `layout`."""
+"""Computes Megatron's lists of ranks."""
 
 from __future__ import annotations
 

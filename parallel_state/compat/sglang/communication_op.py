@@ -1,4 +1,4 @@
-"""`sglang.srt.distributed.communication_op`: collectives on one group each."""
+"""`sglang.srt.distributed.communication_op`: functions that each call a collective of one group."""
 
 from __future__ import annotations
 

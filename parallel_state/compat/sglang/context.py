@@ -48,7 +48,7 @@ NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 
 
 class ParallelContext:
-    """The values of `get_parallel()`. A scoped override has priority over a permanent one.
+    """Sizes, this rank's positions and groups. Overrides in a `with` block have priority over permanent ones.
 
     Reading a group that doesn't exist raises GroupNotInitializedError; an unknown name raises AttributeError.
     """

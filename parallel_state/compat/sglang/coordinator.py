@@ -1,4 +1,4 @@
-"""SGLang's GroupCoordinator: a view of one of this library's groups.
+"""SGLang's GroupCoordinator, which calls one of this library's groups.
 
 Objects are pickled, as in SGLang, if their type isn't registered with this library.
 """
@@ -147,7 +147,7 @@ class GroupCoordinator(GroupView):
     ) -> Tensor | None:
         """Concatenates the tensors of all ranks along `dim`.
 
-        With `output_tensor_list`, copies each rank's tensor into that list and returns None.
+        With `output_tensor_list`, copies each rank's tensor into the list's tensors, and returns None.
         """
         if output_tensor_list is None:
             return self.group.all_gather(input_, dim)
@@ -163,7 +163,9 @@ class GroupCoordinator(GroupView):
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """Concatenates the tensors of all ranks along dim 0; rank r has `sizes[r]` rows. Always returns a list."""
+        """For each tensor of `input_`, concatenates all ranks' tensors along dim 0. Rank r has `sizes[r]` rows. Returns
+        a list.
+        """
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
             raise InvalidArgumentError("all_gatherv with output needs a single tensor, but input_ is a list")
@@ -171,7 +173,7 @@ class GroupCoordinator(GroupView):
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Sums `input` over all ranks and writes this rank's part of the sum.
+        """Sums `input` over all ranks and writes this rank's part to `output`.
 
         `input` has `world_size` times the elements of `output`.
         """
@@ -236,7 +238,9 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Sends a dict and returns the started transfers. In a group of one rank, returns the dict."""
+        """Sends a dict. With `async_send`, returns the started transfers without waiting. In a group of one rank,
+        returns the dict.
+        """
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]

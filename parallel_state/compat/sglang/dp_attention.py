@@ -1,4 +1,4 @@
-"""The parallel state of `sglang.srt.layers.dp_attention`, with getters of earlier releases."""
+"""The functions of `sglang.srt.layers.dp_attention`, in the current and in earlier releases."""
 
 from __future__ import annotations
 

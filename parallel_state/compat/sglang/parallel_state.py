@@ -61,7 +61,7 @@ def init_distributed_environment(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> None:
-    """Creates the world over torch's default group, which is created if needed. Every rank must call this.
+    """Creates the world group over torch's default group, which is created if needed. Every rank must call this.
 
     `timeout` is in seconds. A second call only checks the world's size.
     """
@@ -98,7 +98,7 @@ def init_world_group(
     recovered_rank: bool = False,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Creates the world. Every rank must call this."""
+    """Creates the world group. Every rank must call this."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -199,7 +199,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the groups, but not the world. Every rank must call this. Idempotent."""
+    """Destroys the parallel groups. Keeps the world group. Every rank must call this. Idempotent."""
     bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
     if bootstrap is not None:  # SGLang's own bootstrap may run again in this process
         bootstrap.reset_parallel_initialised()
@@ -277,7 +277,9 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Keeps this rank's gather slot (an SGLang flag) within the block. The new sizes would give a wrong slot."""
+    """Fixes SGLang's flag `scoped_gather_slot` within the block, because SGLang would compute it from the draft model's
+    sizes.
+    """
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:

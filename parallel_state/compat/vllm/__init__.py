@@ -105,7 +105,7 @@ def init_distributed_environment(
     backend: str = "nccl",
     timeout: timedelta | None = None,
 ) -> None:
-    """Creates the world. Every rank must call this. Idempotent.
+    """Creates the world group. Every rank must call this. Idempotent.
 
     If vLLM's config has several replicas or nodes, `rank` and `world_size` are those of one replica. The world still
     has the ranks of all replicas.

@@ -19,7 +19,7 @@ from parallel_state.groups.coordinator import GroupCoordinator
 class Communicator(CpuCommunicator):
     """The communicator of a group. Results are new tensors, except that `broadcast` works in place.
 
-    If any rank of the engine exits, even a rank outside this group, all waits raise.
+    If any rank of the engine exits, even a rank outside this group, all waiting calls raise.
     """
 
     supports_tensor_dict = True
@@ -75,7 +75,7 @@ _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """Adds `member` to the coordinator of all ranks, and returns the coordinator.
+    """Registers `member` as a user of the coordinator of all ranks, and returns the coordinator.
 
     vLLM's first communicator has all ranks, and creates this coordinator.
     """

@@ -35,9 +35,10 @@ def install() -> bool:
 
 
 def localized(weights: Tensor, ids: Tensor, expert_map: Tensor, applied_to_input: bool) -> dict[str, Any]:
-    """Returns arguments of `apply` with local ids. Experts of other ranks get weight 0.
+    """Returns arguments with local expert ids for `apply`. Experts of other ranks get weight 0.
 
-    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has each expert's local id, or -1.
+    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has each expert's local id, or -1. With `applied_to_input`,
+    this rank's experts get weight 1.
     """
     local = expert_map[ids.long()]
     weights = torch.ones_like(weights) if applied_to_input else weights

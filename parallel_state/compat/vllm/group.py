@@ -1,4 +1,4 @@
-"""vLLM's GroupCoordinator: a view of one of this library's groups."""
+"""vLLM's GroupCoordinator, which calls one of this library's groups."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -37,7 +37,7 @@ class GroupCoordinator(GroupView):
     device_communicator: GroupCoordinator | None
     """This coordinator; None in a group of one rank or without `use_device_communicator`."""
     mq_broadcaster: MessageQueue | None
-    """None, because the group's own queues carry objects."""
+    """None, because the group sends objects through its own queues."""
     device_index: int
     group_ranks: list[list[int]]
     torch_distributed_backend: str

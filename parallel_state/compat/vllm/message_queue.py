@@ -69,7 +69,7 @@ class Handle:
 
 
 class _Ring:
-    """One end of a queue in shared memory. `me` is 0 for the writer."""
+    """One end of a queue in shared memory. `me` is 0 for the writer, and 1 + its index for a reader."""
 
     def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
@@ -147,8 +147,8 @@ class MessageQueue:
     ) -> None:
         """Makes the writing end. Pass `export_handle()` to the readers.
 
-        The queue holds max(max_chunks, 2) unread messages of at most min(max_chunk_bytes, 256 KiB). The writer of a
-        longer message waits for its readers.
+        The queue holds max(max_chunks, 2) unread messages of at most min(max_chunk_bytes, 256 KiB). Sending a longer
+        message waits for the readers.
         """
         if not 0 <= n_local_reader <= n_reader:
             raise UsageError(f"n_local_reader must be in 0 … {n_reader} (n_reader), but is {n_local_reader}")
@@ -362,7 +362,9 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
-    """Returns a head and the long buffers. The head has the number and sizes of these buffers, then the pickle."""
+    """Returns a head and the buffers of 1 MiB or more. The head has the number and sizes of these buffers, then the
+    pickle.
+    """
     bodies: list[Any] = []
 
     def is_in_band(buffer: Any) -> bool:

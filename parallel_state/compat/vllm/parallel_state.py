@@ -1,4 +1,4 @@
-"""vLLM's `distributed.parallel_state`: the names of the package above."""
+"""vLLM's `distributed.parallel_state`: the names of `parallel_state.compat.vllm`."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class StatelessProcessGroup(StoreGroup):
     ) -> StatelessProcessGroup:
         """Creates a group over a store that rank 0 serves. Every rank must call this.
 
-        The store owns `listen_socket`.
+        Rank 0's store listens on `listen_socket` and closes it.
         """
         given: dict[str, Any] = {} if listen_socket is None else {"master_listen_fd": listen_socket.detach()}
         store = dist.TCPStore(

@@ -108,7 +108,9 @@ def get_cached_tcp_store_client(host: str, port: int) -> dist.TCPStore:
 def init_gloo_process_group(
     prefix_store: Any, group_rank: int, group_size: int, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Creates a gloo group that isn't registered with torch. Raises CollectiveTimeoutError after `timeout` + 1 s."""
+    """Creates a gloo group that isn't registered with torch. Raises CollectiveTimeoutError if this takes longer than
+    `timeout` + 1 s.
+    """
     # In a thread: gloo's store operations have no deadline.
     call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
     limit_s = timeout.total_seconds()
