@@ -85,9 +85,7 @@ def sglang_general() -> None:
 
 
 def log_once(engine: str, level: int, text: str) -> None:
-    """Logs `text` only once in this process and its children. Without a handler, an INFO text is dropped and not
-    counted.
-    """
+    """Logs `text` once, in this process or in one of its children."""
     logger = logging.getLogger(f"{engine}.parallel_state")  # a child of the engine's logger uses its handlers
     key = f"{engine}:{zlib.crc32(text.encode()):08x}"
     logged = os.environ.get(_LOGGED, "").split("|")

@@ -103,9 +103,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the region's op. If gradients are disabled, calls `kernel` instead, whose plain ops compiler passes
-    recognise.
-    """
+    """Calls the region's op. Without gradients, calls `kernel`, because compiler passes recognise its plain ops."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

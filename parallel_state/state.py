@@ -367,7 +367,7 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns the number of ranks on each host. Returns None if hosts have different numbers, or ranks that aren't
+    """Returns the number of ranks on each host, or None if it differs between hosts or a host's ranks aren't
     consecutive.
     """
     nodes = _NODES or []

@@ -1,4 +1,4 @@
-"""Helpers for the modules of other projects' names: they collect, forward and rename functions."""
+"""Collects, forwards and renames functions, for modules with other projects' names."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@
 
 Without inductor: `torch.compile(model, backend=fusion.aot_eager)`, or `fusion(graph)` on AOTAutograd's graph.
 
-The norm is `F.rms_norm` over the last dim, or the float32 computation that models of transformers use instead. A static
-float8 quantization can follow. Graphs for training aren't fused. Graphs with `dynamic=True` are fused only if
-torch._dynamo.config.specialize_float is set.
+The norm is `F.rms_norm` over the last dim, or the float32 computation that models of the transformers library use
+instead. A static float8 quantization can follow. Graphs for training aren't fused. Graphs with `dynamic=True` are fused
+only if torch._dynamo.config.specialize_float is set.
 
 The fused norm can differ from the original in its last bit. It can differ by two steps of the dtype if the original
 rounds before it multiplies by the weight. A float8 value can differ by one step. Residual and weight must be equal on
@@ -58,7 +58,7 @@ class FusionReport:
 
 
 def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
-    """Fuses in place the all-reduces of AOTAutograd's functional graph. Repeated calls do nothing.
+    """Fuses in place the all-reduces of AOTAutograd's functional graph. Idempotent.
 
     The caller must recompile the graph's module.
     """

@@ -240,7 +240,6 @@ def _divided_by(node: Node, x: Node) -> Node | None:
 
 
 def _limits(node: Node, x: Node) -> set[str]:
-    """Returns the limits to which `node` clamps `x`: "low" for -448, "high" for 448, both, or none."""
     if node.target not in _CLAMPS or node.args[0] is not x or node.kwargs:
         return set()
     limits = (*node.args[1:], None)[:2]

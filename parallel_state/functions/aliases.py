@@ -119,7 +119,7 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Returns the number of stages on each pipeline rank; None without virtual stages."""
+    """Returns the number of virtual stages on each pipeline rank; None without virtual stages."""
     virtual = state.get_parallel_groups().virtual_pipeline
     return None if virtual is None else virtual.size
 
@@ -142,10 +142,9 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this is the first pipeline rank and, with `ignore_virtual=False`, `vp_stage` is the first virtual
-    stage.
+    """Returns True on the first pipeline rank.
 
-    `vp_stage` defaults to this rank's current virtual stage.
+    With `ignore_virtual=False`, `vp_stage` (default: the current virtual stage) must also be the first virtual stage.
     """
     return state.get_pp_group().is_first_rank and (ignore_virtual or _stage(vp_stage) in (None, 0))
 
@@ -167,8 +166,9 @@ def _stage(vp_stage: int | None) -> int | None:
 
 @host_call(OUTSIDE)
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this rank shares the word embedding, with `ignore_virtual=False` only for its virtual stage
-    `vp_stage`.
+    """Returns True if this rank shares the word embedding.
+
+    With `ignore_virtual=False`, its virtual stage `vp_stage` must also share the word embedding.
     """
     groups = state.get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")

@@ -31,7 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world group, or a group over torch's default group, and each host's ranks. Yields None without peers."""
+    """Yields the world group, or a group over torch's default group, and each host's ranks; None without peers."""
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -87,7 +87,7 @@ def unwrap_dist(model: nn.Module) -> nn.Module:
 @contextmanager
 @host_call(OUTSIDE)
 def master_first() -> Iterator[None]:
-    """Runs the body on rank 0 of the world, then on all other ranks. Every rank must enter it.
+    """Runs the body on rank 0 of the world, then on all other ranks. Every rank must enter the context.
 
     The body must not make calls that need other ranks. All ranks leave together. If the body raises on a rank, the
     other ranks raise RemoteError.
@@ -190,10 +190,10 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Works as `GroupCoordinator.all_to_all`, but needs no init. `group`: any group of torch; None is the default
-    group.
+    """Works as `GroupCoordinator.all_to_all`, but needs no init.
 
-    Without a default group, or in a group of one rank, returns `x`. Either all ranks' `x` require a gradient, or none.
+    `group` is any group of torch; None means the default group. Without a default group, or in a group of one rank,
+    returns `x`. Either all ranks' `x` must require a gradient, or none.
     """
     if isinstance(group, GroupCoordinator):
         return group.all_to_all(
@@ -225,7 +225,7 @@ def _all_to_all_over(
 
 @host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random and numpy, and returns the seed: `seed` + 1000 × this rank's pipeline stage."""
+    """Seeds torch (all devices), random and numpy with `seed` + 1000 × this rank's pipeline stage. Returns this sum."""
     pp = try_get_pp_group()
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
     torch.manual_seed(seed)

@@ -61,8 +61,8 @@ def launch(
     worker calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
 
     `fn`, arguments and results are pickled, so `fn` must be importable. A world of one rank without a `timeout` runs in
-    this process. A fork server imports torch once for all workers. Use `start_method="spawn"` for variables that must
-    be set before a library is imported.
+    this process. A fork server imports torch once for all workers. Use `start_method="spawn"` for environment variables
+    that must be set before a library is imported.
 
     Raises LaunchError with the rank, exit code or signal, and traceback of the earliest failure. After the `timeout`,
     the error has the stacks of up to 8 ranks. All workers have exited when an error is raised. Also raises
@@ -209,7 +209,6 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
 
 
 def _move_blamed_first(failures: list[_Failure]) -> None:
-    """If the first error blames a rank that wrote no report, moves that rank's failure to the front."""
     blamed = failures[0][2].suspect_ranks if failures[0][2] is not None else ()
     for index, (_, rank, report) in enumerate(failures):
         if report is None and rank.rank in blamed:

@@ -273,7 +273,6 @@ def _raise_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _start(process: Any) -> None:
-    """Starts the process. If the fork server was killed, starts a new fork server first."""
     while True:
         server = getattr(forkserver._forkserver, "_forkserver_pid", None)
         try:
@@ -286,9 +285,9 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """Returns True if process `pid` exits within a short wait.
+    """Returns True if process `pid` exits soon.
 
-    The kernel closes a child's sockets before it reports the exit.
+    Waits briefly, because the kernel closes a child's sockets before it reports the exit.
     """
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:

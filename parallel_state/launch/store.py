@@ -49,10 +49,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the environment variables by which ranks find the job's store.
-
-    The launcher of rank 0's node serves the store, so the store outlives rank 0.
-    """
+    """Yields the environment variables by which ranks find the job's store."""
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
         return

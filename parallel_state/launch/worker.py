@@ -1,6 +1,6 @@
 """The code that runs in each process of `launch` (a worker), and the worker's reports to the launcher.
 
-The kernel kills a worker when the parent process (perhaps the fork server) exits, and when the launcher's end of the
+The kernel kills a worker when the parent process (perhaps the fork server) exits, or when the launcher's end of the
 pipe `leash` closes. Reports are in unnamed files, so that a worker never blocks on a reader.
 """
 
@@ -258,7 +258,6 @@ def _die_with_launcher(leash: int, name: str) -> None:
 
 
 def _end_with(leash: int) -> None:
-    """Kills this process when the launcher exits, on systems other than Linux."""
     poll = select.poll()
     poll.register(leash, select.POLLIN)
     poll.poll()

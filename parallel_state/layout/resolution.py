@@ -331,7 +331,6 @@ def _split(grid: Grid, axis: str, inner: str, size: int, outer: str) -> Grid:
 
 
 def _title(tokens: Sequence[str], dense: Grid, experts: Grid | None, dcp: str, instances: int) -> str:
-    """Describes the sizes of the axes. Omits axes of one rank, except tp, dp and pp."""
     sizes = dict(dense.axes)
     parted = sizes["dp_replicate"] > 1
     words = [

@@ -258,7 +258,7 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True on the first pipeline stage.
 
-    With `ignore_virtual=False`, only if `vp_stage` is also the first virtual stage.
+    With `ignore_virtual=False`, `vp_stage` must also be the first virtual stage.
     """
     return _is_stage(False, ignore_virtual, vp_stage)
 
@@ -270,7 +270,7 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True if this rank is in the embedding group.
 
-    With `ignore_virtual=False`, only if the virtual stage `vp_stage` also shares the word embedding.
+    With `ignore_virtual=False`, its virtual stage `vp_stage` must also share the word embedding.
     """
     if lookup.group_of("embedding") is None:
         return False

@@ -32,7 +32,7 @@ CREATED: list[Any] = []
 def backend_of_groups() -> str | None:
     """Returns the backend for new groups.
 
-    Returns None, which means the default group's backend, on GPUs or if this library can't be compiled.
+    None stands for the default group's backend: on GPUs, or if this library can't be compiled.
     """
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):

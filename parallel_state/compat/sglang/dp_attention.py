@@ -56,10 +56,7 @@ def get_dp_tp_group() -> GroupCoordinator:
 
 
 def is_enable_moe_cp_allgather() -> bool:
-    """Returns True if attention's cp group is larger than the experts' dp group.
-
-    SGLang then gathers tokens before the experts.
-    """
+    """Returns True if attention's cp group is larger than the experts' dp group."""
     return bool(get_parallel().attn_cp_size > get_parallel().moe_dp_size)
 
 

@@ -117,7 +117,7 @@ def init_model_parallel_group(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> GroupCoordinator:
-    """Creates a group for each list, and returns this rank's group.
+    """Creates a group for each list of global ranks, and returns this rank's group.
 
     Every rank of the world must pass the same lists, and be in one list.
     """
@@ -277,8 +277,8 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Fixes SGLang's flag `scoped_gather_slot` within the block, because SGLang would compute it from the draft model's
-    sizes.
+    """Keeps SGLang's flag `scoped_gather_slot` constant within the block. Otherwise the draft model's sizes would
+    change it.
     """
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp

@@ -14,7 +14,9 @@ from torch import Tensor
 
 
 def install() -> bool:
-    """Patches vLLM's class, so that the kernel gets local ids. Returns False if vLLM has no such class."""
+    """Patches vLLM's `CPUUnquantizedExperts`, so that its kernel gets local ids. Returns False if vLLM lacks this
+    class.
+    """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
     except ImportError:
@@ -35,7 +37,7 @@ def install() -> bool:
 
 
 def localized(weights: Tensor, ids: Tensor, expert_map: Tensor, applied_to_input: bool) -> dict[str, Any]:
-    """Returns arguments with local expert ids for `apply`. Experts of other ranks get weight 0.
+    """Returns arguments of vLLM's `apply`, with local expert ids. Experts of other ranks get weight 0.
 
     `weights` and `ids` are `[tokens, top_k]`. `expert_map` has each expert's local id, or -1. With `applied_to_input`,
     this rank's experts get weight 1.
