@@ -53,13 +53,14 @@ class QueueMemory:
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Allocates memory. Raises OSError if /dev/shm is full: a write would then kill this process."""
+        """Allocates memory. Raises OSError if /dev/shm is full. Without this call, a later write could kill the
+        process.
+        """
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
-        """Closes the file. The mapped memory stays valid."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -77,8 +78,8 @@ TENSORS, MESSAGES = 0, 1
 """Kinds of messages: plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""Bytes per chunk, and chunks per queue. 2 MiB take 1.15 times as long with chunks of 64 KiB, and twice as long with
-256 KiB.
+"""Bytes per chunk, and chunks per queue. A message of 2 MiB takes 1.15 times as long with chunks of 64 KiB, and twice
+as long with 256 KiB.
 """
 
 
@@ -92,7 +93,7 @@ def _control_bytes(readers: int) -> int:
 
 
 class Channels:
-    """This rank's ends of its group's queues. Thread-safe. Owns the C++ object at `liveness`."""
+    """This rank's ends of its group's message queues. Thread-safe. Owns the C++ object at the address `liveness`."""
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Channels:
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Creates a C++ object for transfers. Returns its address, or None if there is no memory."""
+        """Creates the C++ object that runs transfers. Returns its address, or None if there is no memory."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
@@ -192,7 +193,7 @@ class Channels:
         return Place(control, address, SHAPE, (src, *readers))
 
     def _where(self, src: int, dst: int | None, kind: int) -> tuple[int, int, tuple[int, ...]]:
-        """Returns the offset of a queue's ring, the address of its control part, and its readers."""
+        """Returns the offset of a queue's data, the address of its counters, and its readers."""
         size = len(self.members.ranks)
         pairs = size * size * KINDS
         if dst is None:
@@ -204,7 +205,7 @@ class Channels:
         return index * SHAPE.data_bytes, self.memory.control_address + control, readers
 
     def written_rings(self) -> tuple[list[int], list[int]]:
-        """Returns the offsets of rings with messages from this rank, and the ranks that have not read everything."""
+        """Returns the offsets of queues with messages from this rank, and the ranks that have not read everything."""
         me, size = self.members.rank, len(self.members.ranks)
         ends: list[tuple[int | None, int]] = [(dst, kind) for dst in range(size) for kind in range(KINDS) if dst != me]
         offsets, unread = [], set[int]()

@@ -34,7 +34,7 @@ _STRANGER: _Key = (-1, 0)
 _TCP_INFO = struct.Struct("=2x2B4x16xI28xI")
 """Fields of Linux's tcp_info: retransmits, probes, tcpi_unacked, and tcpi_last_ack_recv in ms."""
 _PROBES = 2
-"""After this many unanswered probes, even a receiver with full buffers should have answered."""
+"""After this many unanswered TCP probes, a peer can count as silent."""
 _SECOND_PROBE_S = 0.4
 """The shortest time between two probes: twice TCP_RTO_MIN."""
 
@@ -45,7 +45,7 @@ class Meeting(NamedTuple):
     """Returns the bytes that each rank passed. Every rank must call this function."""
     watcher: Watcher
     watched: Sequence[int]
-    """Global ranks whose death ends the wait."""
+    """Global ranks whose death ends the wait for connections."""
     timeout_s: float
 
     def has_lost_a_rank(self) -> bool:
@@ -95,7 +95,7 @@ class Connections:
         self.sockets = {}
 
     def release(self) -> None:
-        """Forgets the sockets without closing them: the compiled group owns the descriptors now."""
+        """Forgets the sockets without closing them: the C++ group owns the descriptors now."""
         for connections in self.sockets.values():
             for connection in connections:
                 connection.detach()
@@ -220,7 +220,9 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts a connection for each of `keys` (peer's rank, connection's number) into `made`, and closes others."""
+    """Accepts a connection for each of `keys` (peer's rank, connection's number) and stores it in `made`. Closes other
+    connections.
+    """
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}

@@ -2,7 +2,7 @@
 
 Each rank creates an empty file in shared memory, a *segment*, with a random name. Ranks that can open the file share
 memory, whatever their host names. All ranks of a host use the segment of the host's lowest rank. Each rank allocates
-its own slots there, on its own NUMA node. Then all names are removed.
+its own buffers in this segment, on its own NUMA node. Then all names are removed.
 
 The ranks that use one segment are a *memory domain*. Collectives treat a memory domain as a host.
 """
@@ -39,9 +39,9 @@ _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 _MESSAGE_SPIN_NS = 2_000_000
 MOST_MESHED = 256
-"""Larger groups connect only the lowest ranks of the memory domains."""
+"""In larger groups, only the lowest of the ranks that share memory has TCP connections."""
 MESHED_UNASKED = 32
-"""Larger groups connect all ranks of different memory domains only if each rank has enough descriptors."""
+"""In larger groups, ranks that share no memory connect directly only if each rank can open enough files."""
 _MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
@@ -54,7 +54,7 @@ class HostMemory:
         self.cores: tuple[int, ...] = ()
         self.areas: tuple[cores.Area, ...] = ()
         self.area_ranks = 0
-        """Number of ranks per area (NUMA node or cache). With 0, collectives ignore areas."""
+        """Number of ranks per NUMA node or shared cache. If 0, collectives ignore nodes and caches."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
@@ -63,14 +63,14 @@ class HostMemory:
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """The ranks of each host. Hosts are sorted by first rank."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """The ranks of each memory domain. Domains are sorted by first rank."""
+        """The ranks of each memory domain (ranks that share memory), sorted by first rank."""
         self.apart = ""
-        """Reason why a host has several memory domains. Equal on all ranks."""
+        """Reason why some ranks of one host share no memory, or empty. Equal on all ranks."""
         self.problem: str | None = "it isn't attached yet"
         """Reason why there are no compiled collectives, or None. Equal on all ranks."""
         self.collectives: NativeGroup | None = None
         self.is_meshed = False
-        """True if each rank is connected with all ranks of other memory domains."""
+        """True if each rank has a TCP connection to every rank with which it shares no memory."""
         self.channels: Channels | None = None
         self.streams: MessageStreams | None = None
         self.debug = False
@@ -266,7 +266,8 @@ class HostMemory:
         return f"sent a message that global ranks {found} have not received" if unread else ""
 
     def suspend(self) -> None:
-        """Gives the memory of slots, queues and unused tensors back to the system. No call may be running on any rank.
+        """Gives the memory of collective buffers, message queues and unused tensors back to the system. No call may be
+        running on any rank.
 
         Does nothing on kernels before 5.14, because these can't allocate the memory again.
         """
@@ -283,7 +284,7 @@ class HostMemory:
         return f"no room for {max(1, missing >> 20)} MiB in {DIRECTORY}" if missing else ""
 
     def backed_bytes(self) -> dict[str, int]:
-        """Returns the allocated bytes of this rank's slots, queues and tensors."""
+        """Returns the bytes allocated for this rank's collective buffers, message queues and tensors."""
         if self.collectives is None:
             return {}
         slots, *rings = (native.load().ps_backed_bytes(*part) for part in self._parts())
@@ -291,7 +292,6 @@ class HostMemory:
         return {"slots_bytes": slots, "queues_bytes": sum(rings), "tensors_bytes": tensors}
 
     def _parts(self) -> list[tuple[int, int]]:
-        """Returns (address, bytes) of this rank's slots, then of each ring that this rank has written to."""
         if self.channels is None:
             return [self._slots]
         rings, memory = self.channels.written_rings()[0], self.channels.memory
@@ -332,7 +332,6 @@ class _Memory:
         return address
 
     def slots_of(self, rank: int, size: int) -> tuple[int, int]:
-        """Returns the address and bytes of all pages that are entirely in the slots of `rank`."""
         start, end = (self.library.ps_slots_offset(size, each) for each in (rank, rank + 1))
         start, end = -(-start // _PAGE_BYTES) * _PAGE_BYTES, end // _PAGE_BYTES * _PAGE_BYTES
         return self.address + start, max(0, end - start)
@@ -363,8 +362,8 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates the slots of `rank`. Each rank allocates its own slots, to get memory on its own NUMA node. Rank 0 also
-    allocates the memory around all slots.
+    """Allocates the buffers of `rank`, the calling rank, on its NUMA node. Rank 0 also allocates the rest of the mapped
+    memory.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -470,7 +469,7 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Maps the memory shared with other ranks. Returns None if there is none, or if mapping fails."""
+        """Maps the memory shared with other ranks. Returns None if there are no such ranks, or if mapping fails."""
         if len(self._sharing) == 1:
             return None
         try:
@@ -544,8 +543,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns for how many ns a waiting rank polls, and how often it then yields. The arguments are core masks: of the
-    group's ranks, and of all ranks on the host.
+    """Returns for how many ns a waiting rank polls, and how often it then yields. `group` and `everyone` are core
+    masks: of the group's ranks, and of all ranks on the host.
 
     If there are more ranks than cores, polling would delay the awaited rank.
     """
@@ -558,7 +557,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns the wait policy for messages. Their receivers poll longer, because a sleeping receiver gets a message 50
-    us later.
+    """Returns the wait policy for receivers of messages. They poll longer, because a sleeping receiver gets a message
+    50 us later.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

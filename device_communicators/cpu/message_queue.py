@@ -1,6 +1,6 @@
 """Sends and receives messages between ranks of one host, through queues in shared memory (csrc/queue.h).
 
-A signal handler that interrupts a send or receive may send, but must not wait for the interrupted thread.
+A signal handler that interrupts a send or receive can send, but must not wait for the interrupted thread.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Returns packed pairs (address, size) for `more_head` and for the contiguous CPU tensors, and the number of pairs.
-    Omits empty tensors.
-    """
+    """Returns packed pairs (address, size) of `more_head` and of the non-empty `tensors`, and the number of pairs."""
     flat: list[int] = []
     if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
@@ -151,18 +149,20 @@ class _End:
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler that interrupted its own thread's call at this end."""
+        """True in a signal handler that interrupted its own thread's send or receive on this queue."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Makes calls at this end fail. `close` must follow."""
+        """Makes this process's calls of the queue fail. The caller must then call `close`."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Closes this end. Returns False if a thread is still in a call; the memory must then stay mapped."""
+        """Closes the queue in this process. Returns False if a thread is still in a call; the memory must then stay
+        mapped.
+        """
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -184,11 +184,10 @@ class Message(NamedTuple):
     fingerprint: int = 0
     """Must be equal on sender and receiver: a broadcast's number, or 0 for other messages."""
     more_head: bytes | Pinned = b""
-    """The rest of a long head, separate to avoid a copy."""
+    """Further bytes of the message's head, separate to avoid a copy."""
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
-        """Returns `pieces_of(tensors, more_head)`, and how many of these pieces belong to `more_head`."""
         more = self.more_head
         return *pieces_of(self.tensors, more), len(more.pieces) if isinstance(more, Pinned) else 1 if more else 0
 
@@ -266,7 +265,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """Starts to send a message. A thread sends the rest that doesn't fit into the queue."""
+        """Starts to send a message. If the message doesn't fit into the queue, a thread sends the rest."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -348,7 +347,7 @@ class Sender(_End):
 
 class Head(NamedTuple):
     data: memoryview
-    """The head, valid until the receiver's next call. Empty if the head is too long."""
+    """The message's head, valid until the receiver's next call. Empty if it exceeds the receiver's buffer."""
     head_bytes: int
     left_bytes: int
     fingerprint: int
@@ -413,7 +412,6 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def read_on(self, size_bytes: int, operation: str = "recv") -> memoryview:
-        """Reads the next `size_bytes` bytes of the message."""
         if size_bytes > len(self._buffer):
             self._enlarge(size_bytes)
         if size_bytes:

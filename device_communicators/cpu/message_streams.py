@@ -1,4 +1,6 @@
-"""Sends and receives messages between hosts: to one rank as a transfer, to all ranks as a call of the group."""
+"""Sends and receives messages between hosts. A message to one rank is a transfer; a message to all ranks is a
+collective.
+"""
 
 from __future__ import annotations
 
@@ -75,12 +77,11 @@ class StreamReceiver(_StreamEnd):
         self._tag = tag
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
-        """Receives a message. Returns NotImplemented after a failure."""
         return self._transfers.receive_message(past, self._src, self._tag, group, self._report, *arguments)
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler or decoder that runs during a transfer of its own thread."""
+        """True in a signal handler or decoder that runs while its own thread is in a transfer."""
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:

@@ -1,7 +1,7 @@
 """Compiles the C++ sources here and in `control/`. setup.py loads this file by its path.
 
-Each library links a few sources with the *base*, an object of all other sources. Kernels choose their instruction set
-at run time, without `-march=native`.
+Each library links a few sources with the *base*, an object file of all other sources. Kernels choose their instruction
+set at run time, without `-march=native`.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ class Recipe:
     for_torch: str = ""
     """The required build of torch; empty for any."""
     include_flags: tuple[str, ...] = ()
-    """Flags that the digest omits, so that different environments share compiled files."""
+    """Flags that `digest` ignores, so that different environments share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
     """Folders of headers that are included by relative path."""
     base: Recipe | None = None
     usual_cpu_s: float = 0.0
-    """Approximate CPU time of the compile on GCC 12, without the base."""
+    """Approximate CPU time of the compile on GCC 12, without `base`."""
 
     @property
     def sources(self) -> tuple[Path, ...]:
@@ -146,7 +146,7 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Returns a digest of torch's headers. Self-made builds of one version can differ in generated headers."""
+    """Returns a digest of torch's headers. Two builds of one torch version can differ in generated headers."""
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
@@ -191,7 +191,6 @@ def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callabl
 
 
 def usable_cores() -> set[int]:
-    """Returns this process's cores, or all cores on systems without affinity."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -214,7 +213,7 @@ def compile_library(
     base: Callable[[], Path] | None = None,
 ) -> None:
     """Compiles `recipe` and writes the library to `target` atomically, writable only by its owner. `seal` converts the
-    bytes before they are written. `base` returns the path of a compiled base.
+    library's bytes before they are written. `base` returns the path of the compiled `recipe.base`.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)

@@ -61,14 +61,14 @@ _COUNTED = (
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
     "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
-"""Counted operations, in the order of `Counted` in csrc/handle.h."""
+"""Operations that C++ counts, in the order of `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
 _MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
     torch.int32: 6, torch.int64: 7, torch.uint8: 8,
 }  # fmt: skip
-"""Numbers of `Dtype` in csrc/reduce.h."""
+"""Maps dtypes to the numbers of `Dtype` in csrc/reduce.h."""
 _PARTS = 64
 """Must equal kMaxRanks in csrc/tuning.h."""
 
@@ -84,7 +84,7 @@ class QueueStatus:
 
 
 class Taken(NamedTuple):
-    """Calls of one method. `waited_s` is the part of `took_s` spent waiting for other ranks."""
+    """Statistics of one method's calls. `waited_s` is the part of `took_s` spent waiting for other ranks."""
 
     calls: int
     took_s: float
@@ -123,8 +123,8 @@ class NativeGroup:
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Extends the group over several hosts, before its first call. The group then owns the connections'
-        descriptors.
+        """Extends the group over several hosts. Must be called before the first collective. The group then owns the
+        connections' descriptors.
 
         `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16 are rounded before they are
         sent.
@@ -152,9 +152,7 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Runs a collective. Raises the call's failure, or UsageError if another call is running. Peers receive
-        `user_call`.
-        """
+        """Runs a collective. Raises the call's failure, or UsageError if another call is running."""
         user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
@@ -291,7 +289,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Ends `serve`: the ops of group `key` run through Python again. Returns the last `traffic`."""
+        """Ends `serve`: the ops of group `key` run through Python again. Returns the final `traffic`."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -407,7 +405,6 @@ def peer_died(members: Members, operation: str, suspect: int, elapsed_s: float, 
 
 
 def outsider_died(members: Members, operation: str, elapsed_s: float) -> PeerDiedError:
-    """Returns the error for a death outside of the group."""
     why = "a rank outside this group has ended, and its death fails this group too (see failure_domain)"
     return members.lost(PeerDiedError, operation, why, _SEE_ITS_LOG, elapsed_s)
 
@@ -424,8 +421,8 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait. `place`: the suspect in the group, or OUTSIDE. `reporter` and `reason`: the
-    rank that gave up, and its status.
+    """Returns the error of a failed wait. `place`: the suspected rank in the group, or OUTSIDE. `reporter` and
+    `reason`: the rank that gave up, and its status.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

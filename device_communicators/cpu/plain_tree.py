@@ -76,7 +76,7 @@ _FUNCTIONS = {
     "call": "PyObject_Vectorcall",
 }
 _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names of THPVariable_Wrap in different versions of torch. Each function takes an address."""
+"""Names of THPVariable_Wrap in different versions of torch."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -137,8 +137,9 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    Functions for one peer first take a group's key, the peer's rank, and the method's index in TRANSFERS. Functions for
-    broadcasts first take the key and `UserCall.word`. Functions that don't return a message return an `Outcome`.
+    First arguments of functions for one peer: a group's key, the peer's rank, and the method's index in TRANSFERS.
+    First arguments of functions for broadcasts: the key and `UserCall.word`. Functions that don't return a message
+    return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -146,30 +147,30 @@ class PastPython:
             return library.method(name, python)
 
         self.send_dict: Callable[[str, int, int, dict[str, Any], int, bytes], int] = method("ps_sending_dict")
-        """Further arguments: a dict, its `Form`'s address, and its head."""
+        """Sends a dict. Last arguments: the dict, its `Form`'s address, and the message's head."""
         self.broadcast_dict: Callable[[str, int, dict[str, Any], int, bytes], int] = method("ps_broadcasting_dict")
         self.send_object: Callable[..., int] = method("ps_sending_object")
-        """Further arguments: an object, the maximum number of bytes, a `_Cut`'s fields, and True to wait until a send
-        between hosts is complete.
+        """Sends an object. Last arguments: the object, the maximum number of bytes, a `_Cut`'s fields, and True to wait
+        until a send between hosts is complete.
 
-        A send that isn't complete returns 4 (`kStarted`) plus its transfer's number.
+        If the send isn't complete, returns 4 (`kStarted`) plus the transfer's number.
         """
         self.broadcast_object: Callable[[str, int, object, int], int] = method("ps_broadcasting_object")
         self.receive: Callable[[str, int, int, bytes, list[Any]], int] = method("ps_receiving")
-        """Further arguments: the expected head, and the tensors to fill."""
+        """Receives tensors. Last arguments: the expected head, and the tensors to fill."""
         self.receive_broadcast: Callable[[str, int, bytes, list[Any]], int] = method("ps_receiving_broadcast")
         self.receive_value: Callable[..., Any] = method("ps_receiving_value")
-        """Further arguments: those of `Received` in csrc/messages_api.cpp. If the result is NotImplemented, call
-        `receive_at`.
+        """Receives a message. Last arguments: those of `Received` in csrc/messages_api.cpp. If the result is
+        NotImplemented, Python code must receive the message.
         """
         self.receive_broadcast_value: Callable[..., Any] = method("ps_receiving_broadcast_value")
         self.receive_at: Callable[..., Any] = method("ps_queue_receiving")
-        """First arguments: a reader's end, the message's number, the timeout, and the group's number."""
+        """Receives a message from a queue."""
         self.receive_over: Callable[..., Any] = method("ps_transfers_receiving")
-        """Receives from one rank of another host."""
+        """Receives a message from one rank of another host."""
         self.broadcast_between: Callable[..., int] = method("ps_group_broadcasting")
         self.receive_between: Callable[..., Any] = method("ps_group_receiving")
-        """Receives a broadcast in a group on several hosts."""
+        """Receives a broadcast message in a group on several hosts."""
 
 
 class PlainObjects:
@@ -178,7 +179,9 @@ class PlainObjects:
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
     ) -> None:
-        """`depth`: limit of nested containers. `most_other_keys`: limit of keys that are neither str nor bytes."""
+        """`depth`: maximum nesting of containers. `most_other_keys`: maximum number of keys that are neither str nor
+        bytes.
+        """
         self._depth = depth
         self._python = _python(library, depth, most_other_keys, dtype_names)
         self._address = address = ctypes.addressof(self._python[0])
@@ -192,7 +195,9 @@ class PlainObjects:
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes an object for `packed`. Returns False if only Python can encode it."""
+        """Encodes an object, so that `packed` can return the result. Returns False if only Python can encode the
+        object.
+        """
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
         return bool(self._pack(value, self._address, self._depth, limit, slices, mine, kept))
@@ -218,8 +223,8 @@ class PlainObjects:
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns the last message's pieces, the number of pieces in its head, and the objects that own the pieces:
-        texts, then tensors.
+        """Returns the pieces (address, size) of the last encoded object, the number of pieces in the message's head,
+        and the objects that own the pieces.
         """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()

@@ -17,7 +17,7 @@ import tempfile
 
 _SPARE_BYTES = 64 << 20
 DIRECTORY = "/dev/shm" if sys.platform == "linux" else tempfile.gettempdir()
-"""The folder of segments. Outside of Linux, a segment only shows which ranks are on one host."""
+"""Folder of segments. Outside of Linux, segments only serve to find the ranks of a host."""
 NAME_BYTES = 33
 _PREFIX = "parallel_state-"
 _LOCKED = "k"
@@ -83,8 +83,8 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Allocates memory. Raises SegmentError if the file system is full, or with `leave_some` nearly full. A write
-        would then kill the process.
+        """Allocates memory. Raises SegmentError if the file system is full, or with `leave_some` nearly full. Without
+        this call, a later write could kill the process.
         """
         try:
             if leave_some:
@@ -135,7 +135,7 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Locks a new segment. Returns False if a sweep removes its name first."""
+    """Locks a new segment. Returns False if another process's `sweep` removes its name first."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
 """Sends tensors from one rank to another, and between hosts also messages. `csrc/transfers.h` moves the data.
 
-The library keeps tensors alive during a transfer. Its thread completes transfers that no caller waits for.
+The C++ library keeps tensors alive during a transfer, and completes transfers that no caller waits for.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from device_communicators.cpu.plain_tree import PastPython
 _NO_MEMORY, _CLOSED, _BROKEN = 7, 8, 9
 """Statuses of `TransferFailure` that `QueueStatus` lacks. Any other status means a malformed message."""
 _DONE, _INSIDE = 0, -2
-"""Results of starting a transfer (csrc/transfer_call.h). Other negative numbers mean a failure."""
+"""Results of starting a transfer: done, or refused inside of a signal handler (csrc/transfer_call.h). Other negative
+numbers mean a failure.
+"""
 _ENDED, _WAIT_INTERRUPTED, _WAIT_INSIDE = 0, 3, 4
-"""Results of a wait. All others mean a failure."""
+"""Results of a wait. Other numbers mean a failure."""
 _LONGEST_S = 1e9
 MOST_TAG = (1 << 31) - 1
 _DTYPES: dict[int, object] = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
@@ -76,7 +78,7 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
     """Returns the error of a failed transfer, or a TransferError with `text` if the connection broke. `needs_bytes`:
-    size of a ring that couldn't be allocated, or 0.
+    size of a queue that couldn't be allocated, or 0.
     """
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
@@ -162,7 +164,9 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`. Calls that bypass Python find the object by `group` and send with `tag`."""
+        """Owns the C++ object at `address`. Calls that bypass Python find the object by the group's number `group`, and
+        send with `tag`.
+        """
         self.members = members
         self._library = library
         self._functions = _functions(library)
@@ -177,7 +181,7 @@ class Transfers:
             library.ps_transfers_serve(self.address, group, tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
-        """Starts to send the contiguous `x`. The work is already complete if there was room for `x`."""
+        """Starts to send the contiguous `x`. The returned work is already complete if `x` could be buffered."""
         return self._started(1, x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
@@ -265,8 +269,8 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError in a signal handler that interrupted a transfer with this peer (between hosts, with any
-        peer): messages would mix.
+        """Raises UsageError in a signal handler that interrupted a transfer, because messages would mix. Within a host,
+        raises only for transfers in the same direction with the same peer.
         """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
@@ -322,7 +326,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Closes all transfers. Returns False if a thread still uses a ring; the memory must then stay mapped."""
+        """Closes all transfers. Returns False if a thread is still in a transfer; the memory must then stay mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # the memory may be unmapped then
 

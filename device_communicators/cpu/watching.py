@@ -34,8 +34,8 @@ TOGETHER_S = 0.1
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Starts this rank's control plane and returns its address, or "" without one. Replaces an empty or loopback
-    `address`.
+    """Starts this rank's control plane and returns its address, or "" if there is none. Replaces an empty or loopback
+    `address` by the host's address.
     """
     if not address or is_loopback(address):  # as /etc/hosts' 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
@@ -58,11 +58,11 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Exchanges texts (*notes*) of the global `ranks`, each of which must call this. Returns all notes. If all are
-    empty, starts to watch the ranks.
+    """Exchanges a text (`note`) of each of the global `ranks`, all of which must call this. Returns all notes. If all
+    notes are empty, starts to watch the ranks.
 
     `store`: must have a prefix that only this call uses. `check` runs about every 20 ms; its exception ends the wait.
-    Raises RendezvousError with the missing ranks, or PeerDiedError if the rank with the store exited.
+    Raises RendezvousError with the missing ranks, or PeerDiedError if the rank that serves the store exited.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -103,8 +103,8 @@ def meet(
 
 
 class Neighbours:
-    """The ranks in this PID namespace that have called `meet`. A rank that loses the store checks which of these ranks
-    exited.
+    """The ranks in this PID namespace that have called `meet`. A rank that loses its connection to the store checks
+    which of these ranks exited.
     """
 
     def __init__(self, processes: str) -> None:
@@ -123,7 +123,7 @@ class Neighbours:
             self.found = {int(rank): (int(pid), began) for rank, pid, began in map(str.split, found.splitlines())}
 
     def ended(self) -> set[int]:
-        """Returns the ranks that entered the meeting and have exited since."""
+        """Returns the ranks that called `meet` and have exited since."""
         return {rank for rank, process in self.found.items() if _has_ended(*process)}
 
 
@@ -137,8 +137,8 @@ def _has_ended(pid: int, began: str) -> bool:
 class _Roll:
     """Exchanges one entry of each rank through a store.
 
-    The last rank to enter an attempt writes all entries to one key. A rank that gives up closes the attempt, so a retry
-    never reads entries of processes that gave up.
+    Each rank adds its entry to an attempt. The last rank writes all entries to one key. A rank that gives up closes the
+    attempt, so a retry never reads entries of processes that gave up.
     """
 
     def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours) -> None:
@@ -167,7 +167,9 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Closes the attempt. Returns the ranks that are missing from every attempt, or else from the last."""
+        """Closes the current exchange attempt. Returns the ranks that are missing from every attempt, or else from the
+        last.
+        """
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
         for number in range(len(self._attempts)):

@@ -166,7 +166,7 @@ class Window:
     def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
         """Copies the CPU tensor `x` to rank `dst`, from element `offset` on. The program may change `x` afterwards.
 
-        On return, the bytes have arrived within a host; between hosts they can still be on their way. `signal=True`
+        On return, the bytes have arrived if `dst` is on this host; else they can still be on their way. `signal=True`
         also signals rank `dst`, in the same message. Raises InvalidArgumentError if `x` doesn't fit, and
         CollectiveTimeoutError if another host doesn't receive the bytes.
         """

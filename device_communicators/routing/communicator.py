@@ -38,8 +38,8 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """Describes a call; a route uses this to choose a communicator. Equal on all ranks, so that all choose the same
-    one.
+    """Describes a call, for the choice of a communicator. Equal on all ranks, so that all ranks choose the same
+    communicator.
     """
 
     operation: str
@@ -73,7 +73,7 @@ class GroupContext(GroupMember):
     domain: FailureDomain | None = None
     """The ranks whose death fails the group. If None, these are the group's own ranks."""
     channel: int = 0
-    """Number that distinguishes groups over the same process groups."""
+    """Number that distinguishes groups that use the same process groups."""
     given: str = ""
     """Label of the process group that the caller passed in; empty if the library created the process group."""
     simulated: bool = False
@@ -141,7 +141,7 @@ class GroupContext(GroupMember):
         )
 
     def agree_on(self, method: str, problem: str) -> None:
-        """Raises UsageError on all ranks if any rank passes a `problem`. Every rank calls this."""
+        """Raises UsageError on all ranks if any rank's `problem` isn't empty. Every rank calls this."""
         texts = self.gather(problem.encode(), method)
         found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
         if found:
@@ -174,8 +174,8 @@ class Communicator(ABC):
     picks_by_size: ClassVar[bool] = False
     """True if the result of `refusal` depends on the tensor's number of elements."""
     carries_the_device: ClassVar[bool] = False
-    """True if this communicator supports every tensor on the group's device. The route then sets up no later
-    communicators.
+    """True if this communicator supports every tensor on the group's device. Communicators of lower preference are then
+    not set up.
     """
 
     tells_sending: ClassVar[bool] = False
@@ -201,7 +201,7 @@ class Communicator(ABC):
 
     def divide(self, part: Communicator | None, color: int) -> None:
         """Splits resources off for `part`, this rank's communicator of a sub-group; None if this rank is in no
-        sub-group. Every rank calls this after `set_up`.
+        sub-group. `color` is as in MPI_Comm_split. Every rank calls this after `set_up`.
         """
 
     def suspend(self) -> None:
@@ -232,8 +232,8 @@ class Communicator(ABC):
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns C++ collectives, or None. If this communicator is the route's first, compiled ops call these
-        collectives directly.
+        """Returns the group's C++ collectives, or None. If this communicator is the route's first, compiled ops call
+        these collectives directly.
         """
         return None
 

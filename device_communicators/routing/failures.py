@@ -33,7 +33,7 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
 """The last errors that were raised through torch's C++. These are copies: the originals would keep tensors of their
-frames alive.
+stack frames alive.
 """
 
 
@@ -80,7 +80,7 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Returns whether torch's transport raised `error`. Otherwise this rank caused the failure, and peers needn't be
+    """Returns whether torch's transport raised `error`. If not, this rank caused the failure, and peers needn't be
     asked.
     """
     text = str(error).lower()
@@ -139,8 +139,8 @@ def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
 def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
-    """Waits briefly for the report of a death that explains the broken connection. Returns the error of that death. If
-    no death is reported, returns `failure`, or an error with further facts.
+    """Waits briefly for the report of a death that explains `failure`, a broken connection. Returns the error of that
+    death. If no rank died, returns `failure`, or a CommunicationError in place of a PeerDiedError.
     """
     watcher = context.watcher
     if watcher is None:

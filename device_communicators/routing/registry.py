@@ -29,7 +29,7 @@ _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the routes of this process's groups, except closed and simulated groups and groups of one rank."""
+    """Returns the routes of this process's groups. Omits closed and simulated groups, and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 

@@ -1,7 +1,7 @@
 """Compares all ranks' calls after a wait has failed, to name missing ranks, or ranks in different calls.
 
-A timeout closes gloo's connections, which fails the waits of all ranks. Each rank then sends its call over the control
-plane.
+A timeout closes gloo's connections, which fails the waits of all ranks. Each rank then describes its call to its peers
+over the control plane.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Sends this rank's call to its peers after a mismatch, without waiting for replies."""
+    """Sends a report of this rank's call to its peers after a mismatch, without waiting for replies."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
@@ -76,7 +76,7 @@ def _peers_to_ask(context: GroupContext) -> list[int]:
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds the states of other ranks to the error's text. If there are too many ranks, suspected ranks come first."""
+    """Adds to the error's text what other ranks are doing. Asks a limited number of ranks, suspected ranks first."""
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
     ranks = [rank for rank in ranks if rank != context.global_rank][:MOST_ASKED]
@@ -112,8 +112,8 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that only some ranks completed, and these ranks. These ranks must all be in the same next call;
-    else returns None.
+    """Returns a call that only some ranks completed, and these ranks. Returns None if these ranks aren't all in the
+    same next call.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -189,8 +189,8 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns each rank's report for the lowest call number, because some ranks can already be in the next call.
-    Returns `reports` if some rank's call with this number is unknown.
+    """Returns each rank's report for the lowest call number, because some ranks can already be in the next call. If a
+    rank's call with this number is unknown, returns `reports`.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

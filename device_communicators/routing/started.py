@@ -77,7 +77,9 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Runs a gloo transfer in this thread, without a deadline. `wait()` raises its error."""
+        """Runs a gloo transfer to its end in this thread, without a deadline. `wait()` raises the transfer's error, if
+        any.
+        """
         run = getattr(self._work, "run_in_this_thread", None)
         if run is not None:
             run()

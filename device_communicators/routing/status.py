@@ -1,4 +1,4 @@
-"""Asks other ranks for their call and program line, to show these in errors and in the log, and answers such questions.
+"""Asks other ranks for their call and program line, and answers such questions. Errors and the log show the answers.
 
 Answers are sent by the control plane's callback thread. A failed rank includes its own state in its question, because
 it can exit before it is asked. If a process is stopped, ranks that can watch its PID answer instead.
@@ -108,7 +108,7 @@ class Status:
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns what this rank is doing, or its failed call in the group `key`, if any. Thread-safe."""
+        """Returns this rank's failed call in the group `key`, if any, else what this rank is doing. Thread-safe."""
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -236,8 +236,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks that can watch the PIDs of the ranks in `asked`. An asked rank gets no helper if this rank,
-        another asked rank or another helper can watch its PID.
+        """Returns ranks that can watch the processes of the ranks in `asked`, for processes that neither this rank nor
+        an asked rank can watch.
         """
         helpers: list[int] = []
         for rank in asked:
@@ -277,7 +277,6 @@ class Status:
         return b"" if own is None else _packed(key, own)
 
     def _take_report(self, rank: int, packed: bytes) -> str:
-        """Stores a peer's report and returns the key of its group, or "" if the report is invalid."""
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
@@ -329,9 +328,7 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the sender's state and, for ranks of its host, why they can't answer. Returns (None, {}) for a truncated
-    reply.
-    """
+    """Returns the sender's state and, for ranks of its host, why they can't answer."""
     try:
         state, seen = json.loads(reply or b"[null, {}]")
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}

@@ -1,7 +1,7 @@
 """Waits for torch.distributed until a deadline, or until a rank dies on which the group depends.
 
 gloo reports an exit only to direct neighbours. Therefore waits are split into slices, and deaths are polled in between.
-A wait for a gloo transfer or reduce_scatter can't be split: a thread runs it.
+Waits for gloo transfers and reduce_scatter can't be split, so a thread runs them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class WatchedByThread:
         self._error: BaseException | None = None
 
     def run_in_this_thread(self) -> None:
-        """Waits for `work` in the calling thread, without a deadline."""
         self._limit = _NO_LIMIT  # gloo closes the connection when a wait times out
         if self._take():
             self._run_to_end()
@@ -150,8 +149,8 @@ class WatchedByThread:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Waits until `ended(seconds)`, which can block for `seconds`, returns True. Raises RuntimeError at the timeout, or
-    an error that names the rank if a rank dies.
+    """Waits until `ended(seconds)` returns True; `ended` can block for `seconds`. Raises RuntimeError at the timeout.
+    If a rank dies, raises an error that names the rank.
     """
     started = time.monotonic()
     while not ended(_SLICE.total_seconds()):
@@ -162,9 +161,7 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Closes this rank's gloo connections to `peers`: starts a receive from each peer and lets it time out. Connections
-    to exited peers aren't closed.
-    """
+    """Closes this rank's gloo connections to `peers`: starts a receive from each peer and lets the receive time out."""
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             process_group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag).wait(_AT_ONCE)
