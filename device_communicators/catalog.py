@@ -1,5 +1,5 @@
-"""The table of communicators, best first, from which each group's route is built. All ranks must choose the same route,
-or calls hang.
+"""The table of communicators, best first. A group uses the communicators that all its ranks can use (its *route*). If
+ranks chose different communicators, calls would hang.
 
 Only this module names concrete communicators. It imports GPU modules inside functions.
 """
@@ -22,12 +22,12 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """Describes how calls are passed to a communicator, for `explain()`."""
+    """Texts for `explain()`: how a communicator gets eager, compiled and captured calls."""
 
     eager: str
     compiled: str
     captured: str | None
-    """Describes how a captured call runs. None if the CPU runs the call, which then can't be captured."""
+    """Text for calls captured in a CUDA graph. None if the CPU runs the call, which then can't be captured."""
 
 
 OP = Paths("registered op, Python", "the same op", None)
@@ -51,14 +51,16 @@ class Row:
     """
     several_hosts: bool = False
     unfit: Callable[[GroupContext], str | None] = lambda context: None
-    """Returns the reason why the group can't use the communicator, or None, from facts that are equal on every rank."""
+    """Returns the reason why the group can't use the communicator, or None. Uses only facts that are equal on every
+    rank.
+    """
     probe: Callable[[GroupContext], str | None] | None = None
     """Returns the reason why this rank can't use the communicator, or None. A reason on one rank excludes the
     communicator on all ranks.
     """
     agree: Callable[[GroupContext], str | None] | None = None
-    """Returns the reason why the group can't use the communicator, or None, equally on all ranks. The ranks communicate
-    to find this out, so every rank calls this.
+    """Returns the reason why the group can't use the communicator, or None, equal on all ranks. Communicates, so every
+    rank calls this.
     """
     simulated: bool = False
     fake: bool = False
@@ -201,7 +203,9 @@ CATALOG: tuple[Row, ...] = (
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
-    """Builds the group's route. Every rank of the group calls this, in the same order of groups."""
+    """Creates the communicators that the group can use, and returns its route. Every rank of the group calls this.
+    Ranks in several groups make these calls in the same order.
+    """
     if context.size == 1:
         return Route(context, (), {})
     rows = [row for row in rows if (row.simulated, row.fake) == (context.simulated, context.fake)]

@@ -1,7 +1,7 @@
 """Creates the backend of torch.distributed for one group.
 
-Ranks of several hosts connect when the group is created. Without connections between all ranks, transfers use gloo,
-which connects two ranks at their first transfer.
+If the group spans hosts, its ranks connect when it is created. A group with too many ranks for direct connections uses
+gloo.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 def create(options: Any, backend_options: Any = None) -> Any:
     """Creates a group's backend. torch calls this on every rank with its DistributedBackendOptions.
 
-    With `enable_reconfigure` the backend has no group until `reconfigure` is called.
+    With `enable_reconfigure` the backend has no members until `reconfigure` is called.
     """
     _check_backend_options(backend_options)
     if not getattr(options, "enable_reconfigure", False):
@@ -72,8 +72,8 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Creates the backend of a group. Every rank of the group calls this. `world`: the group's failure domain; by
-    default the current world, or a new world.
+    """Creates the backend of a group. Every rank of the group calls this. `world`: the ranks whose deaths fail the
+    group; by default that of `World.of`.
 
     If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
     Raises CommunicationError if ranks are missing.

@@ -22,7 +22,9 @@ SOURCES = Path(__file__).parent / "csrc"
 _NAME = "parallel_state_c10d"
 _IMPORTING = threading.Lock()
 _NO_TIMEOUT = Timeout(0.0)
-"""A timeout of 0 s plus the seconds of `extended_deadline`. The compiled module adds this to its timeouts."""
+"""A timeout of 0 s, to which `extended_deadline` adds its seconds. The compiled module adds the sum to its own
+timeouts.
+"""
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
@@ -59,7 +61,7 @@ def _import(path: Path) -> tuple[Any, str]:
 
 @cache
 def compile_ahead() -> None:
-    """Compiles the module. Call this before a deadline starts. Errors are ignored here; `try_load` returns them."""
+    """Compiles the module before a deadline starts. Ignores errors, which `try_load` returns."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         native.compile_together([native.wanted_recipe(), recipe()])
 

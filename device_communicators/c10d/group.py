@@ -62,10 +62,10 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns `error`. Converts a CommunicationError to a class that also derives from DistBackendError, because
-    programs catch this class of torch.
+    """Returns `error`. A CommunicationError is returned as a subclass that also derives from torch's DistBackendError,
+    which programs catch.
 
-    `routing.failures.error_of` finds the error even if torch's autograd keeps only its text.
+    If torch's autograd raises a new error with the same text, `routing.failures.error_of` finds the original.
     """
     if not isinstance(error, CommunicationError):
         return error
@@ -97,7 +97,7 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 class Group:
     """One group of the backend. If a signal handler raised an exception during a call, the methods that return errors
-    raise this exception.
+    raise this exception instead.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[int], None] = lambda error_type: None
-        """Reports a failure to the compiled backend, which replaces `note_failure`, `shut_down` and `logged_calls`."""
+        """Reports a failure to the compiled backend, which sets this attribute, `shut_down` and `logged_calls`."""
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
         world.watcher.on_death.append(self._note_death)
@@ -154,7 +154,7 @@ class Group:
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def operations(self) -> list[Operation]:
-        """Returns the last calls, without those over gloo."""
+        """Returns the last calls, except calls over gloo."""
         return sorted(
             (
                 Operation(
@@ -181,8 +181,8 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Closes this rank's gloo connections after a death, because deaths don't end gloo's waits for living ranks.
-        Pauses first: data from the dead rank can still arrive.
+        """Closes this rank's gloo connections after a death, because gloo would continue to wait for living ranks.
+        Sleeps first, so that data from the dead rank can still arrive.
         """
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self.context.deaths()}
@@ -210,14 +210,14 @@ class Group:
         return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of this Python part and of gloo. The compiled backend has already set its own."""
+        """Sets the timeout of this object and of gloo. The compiled backend has already set its own."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
 
     def suspend(self, is_busy: bool) -> None:
-        """Frees the memory of calls until `resume`. Every rank calls this. Raises UsageError on all ranks if any rank
-        is busy.
+        """Frees the group's buffers until `resume`. Every rank calls this. `is_busy`: True if a call is in progress. If
+        a rank is busy, raises UsageError on all ranks.
         """
         self.context.agree_on("suspend", "a call under way" if is_busy else self._memory.unread())
         self._memory.suspend()
@@ -253,8 +253,8 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Returns the library's path and the number of a compiled group that contains only this rank. torch's windows
-        use this group.
+        """Creates a compiled group of this rank alone, for torch's window API. Returns the library's path and the
+        group's number.
         """
         if self._alone is None:
             self._alone = group_of_one(self.context)

@@ -1,7 +1,7 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
-Each process opens a listener of the control plane, which serves a store and belongs to no world. Each group uses the
-store of the member with the lowest handle, so that a living member serves the store.
+Each process serves a key-value store, also while it is in no group. A group uses the store of its member with the
+lowest handle, because that process is alive.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ class Membership:
         """Creates a group of the processes with these handles and returns its backend. Each of these processes must
         call this.
 
-        The former group ends once the arguments are checked. After a CommunicationError there is no group until a call
-        with another uuid.
+        The previous group ends once the arguments are checked. If this raises CommunicationError, the process has no
+        group; call this again with another uuid.
         """
         if not self._lock.acquire(blocking=False):
             raise UsageError("reconfigure is under way in another thread of this process; wait until that call returns")
@@ -251,8 +251,8 @@ class _SameCall:
         self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
 
     def enter(self) -> None:
-        """Checks that all members passed the same handles. If not, raises here, and `look` raises
-        on the other members.
+        """Checks that all members passed the same handles to `reconfigure`. If not, this member raises
+        ConfigMismatchError here, and the other members in `look`.
         """
         found = self._store.compare_set("call", "", self._call).decode()
         if found != self._call:

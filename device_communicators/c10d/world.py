@@ -1,7 +1,7 @@
 """The failure domain of the backend's groups: the ranks of the default process group, whose deaths fail all groups.
 
-Otherwise a rank in one group could wait for a living rank that waits in another group for a dead rank. Until there is a
-group of all ranks, each group is a failure domain of its own.
+If a death failed only the dead rank's groups, a rank in another group could wait forever for a living rank that waits
+for the dead rank. Until there is a group of all ranks, each group is a failure domain of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class World:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Creates a failure domain of `ranks` (global). Errors name the function `caller`. `may_borrow`: True to share
-        an existing watcher of the same ranks. `check`: see `meet` in cpu/watching.py.
+        an existing watcher of the same ranks. `check` is called while ranks connect; its exception ends the wait.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._check = caller, check
@@ -46,13 +46,13 @@ class World:
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw)
         self.neighbours: tuple[int, ...] = ()
-        """Core mask of each rank on this host."""
+        """CPU core mask of each rank on this host."""
         self.begun = False
         self.over_gloo = ""
         """Reason why all groups use gloo, or ""."""
         self.has_warned = False
         self.outlives_store = False
-        """True if groups of this world use a store of the world itself; see `lasting_store`."""
+        """True if this world outlives the store with which it was created; see `lasting_store`."""
         self.leaves_in_background = False
 
     @classmethod
@@ -84,7 +84,7 @@ class World:
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
         """Connects the ranks to the control plane. Each rank of the first group calls this. Returns why all groups must
-        use gloo, or "".
+        use gloo, or "". `problem`: why this rank needs gloo, or "".
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
@@ -109,8 +109,8 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns a store for the group's later use: the process that serves `store` can end before the group does. If
-        `outlives_store` is False, returns `store`.
+        """Returns the store that a group of `ranks` uses after its creation: `store`, or if `outlives_store` is True, a
+        store that the lowest rank of `ranks` serves.
         """
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))
