@@ -1,5 +1,5 @@
-"""Sends requests to the store of a control plane, or to its program. Doesn't import torch, so that `debug --live`
-starts fast.
+"""Sends requests to a control plane: to its key-value store, or to the Python code of its process. Doesn't import
+torch, so that `debug --live` starts fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
-"""Copy of kMostStoreBytes in csrc/store.h."""
+"""Largest request in bytes; copy of kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
 _MOST_PARTS = 1 << 17
 _QUESTION = 11
@@ -43,10 +43,10 @@ def in_words(answer: bytes) -> str:
 
 
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
-    """Sends `text` to the program at `address` and returns the reply of its `on_question`; see `World.meet`.
+    """Sends `text` to the process at `address` and returns the reply of its callback `on_question`; see `World.meet`.
 
-    Raises OSError for connection failures and timeouts, ForeignServiceError if another kind of service listens there,
-    and ConfigMismatchError for another version of the protocol.
+    Raises OSError for connection failures and timeouts, ForeignServiceError if another kind of service listens at
+    `address`, and ConfigMismatchError for another version of the protocol.
     """
     hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
     client = library.ps_store_client(hosts.encode(), address[1], token.encode())
@@ -72,7 +72,7 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Ends the request. The connection is kept for reuse if a reply arrived, except for a `hold` request.
+        """Ends the request. Keeps the connection for reuse if a reply arrived, but not after a `hold` request.
         Idempotent.
         """
         handle, self._handle = self._handle, 0

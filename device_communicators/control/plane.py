@@ -45,7 +45,7 @@ MOST_STATUS_BYTES = 64 << 10
 MOST_TEXT_BYTES = 256
 LINGER_S = 1.0
 GREETING_BYTES = 44
-"""Size of the hello and of the nonce frame's head, with which a connection starts (docs/protocol.md)."""
+"""Number of bytes that a connection's listener sends first (docs/protocol.md)."""
 _GRACE_S = 5.0
 """A call that hasn't returned 5 s after its deadline raises ControlError."""
 _SLICE_S = 0.05
@@ -53,11 +53,11 @@ _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
 """Copies of kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
 MOST_TOKEN_BYTES = 64
-"""Block size of HMAC-SHA-256, which would first hash a longer token."""
+"""Maximum length of a token. HMAC-SHA-256 would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Prefixes of link targets in /proc/PID/fd. Such a link leads to a process's control-plane memory. The second prefix is
-used if memfd_create fails.
+"""Prefixes of the targets of /proc/PID/fd links that lead to control-plane memory. The second is used if memfd_create
+fails.
 """
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """Values of EndFlag in csrc/core.h."""
@@ -68,7 +68,7 @@ _DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(
 """Values of Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
-"""Last line of the result of `describe` if the replay is correct."""
+"""Last line of the result of `describe` if a replay of the recorded events ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
 _GREETING = struct.Struct("<8s28xQ")
 
@@ -115,7 +115,7 @@ class Endpoint(NamedTuple):
     token: str
     """Secret of the process. Peers prove by HMAC that they have this token."""
     board: int
-    """Descriptor of the process's shared memory, which processes that watch its PID read."""
+    """File descriptor of the process's shared memory. Processes that can watch its PID read this memory."""
 
     def __str__(self) -> str:
         return json.dumps(list(self), separators=(",", ":"))
@@ -221,11 +221,11 @@ class World:
         on_question: Callable[[int, bytes], Answer] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Joins the world, and returns without waiting for other members. Every member must pass the same members.
+        """Joins the world, and returns without waiting for other members. Every member must pass the same `members`.
 
-        `on_change` gets changes of all ranks, including this rank. `on_question` answers questions of other processes;
-        it gets rank -1 if a process outside the world asks with the right token. `look` is called every 0.4 s. One
-        thread calls all callbacks, so they must be quick.
+        `on_change` is called for each `Change` of a rank, including this rank. `on_question` answers questions of other
+        processes; it gets rank -1 if a process outside the world asks with the right token. `look` is called every 0.4
+        s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -328,7 +328,7 @@ class World:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Asks `ranks` and returns the replies by rank. Ranks that exit or answer late are omitted.
+        """Sends `question` to `ranks` and returns the replies by rank. Omits ranks that exit or reply late.
 
         With `on_replies` this returns {} at once, and the callback thread later passes the replies to `on_replies`.
         Calls in the callback thread must use `on_replies`.
@@ -382,8 +382,8 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last events, 32 to 64 KiB, or b"" if there was no memory for them. Contains tokens only in values
-        of agreements.
+        """Returns the last events, 32 to 64 KiB, or b"" if there was no memory for them. Values of agreements can
+        contain secret tokens.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 

@@ -41,7 +41,7 @@ class ControlStore(dist.Store):
     """
 
     served_by: int | None = None
-    """Global rank of the process that serves the store; None for a launcher."""
+    """Global rank of the process that serves the store; None if a launcher serves it."""
     access = "the job's secret"
 
     def __init__(

@@ -97,8 +97,8 @@ class FailureDomain:
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """Creates a domain of `ranks`. `root` names the domain, equally on all ranks; "" is the world. `is_root`: True
-        if groups split from the domain's group get domains of their own.
+        """Creates a domain of `ranks`. `root`: the domain's name, equal on all its ranks; "" for the whole world.
+        `is_root`: True if sub-groups get failure domains of their own.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -106,7 +106,7 @@ class FailureDomain:
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns the result of `question()`. Returns None after `limit_s`, or if the store or the network fails."""
+    """Returns the result of `question()`, or None after `limit_s` or a RuntimeError, ValueError or AttributeError."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
@@ -115,7 +115,7 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Host and process of a rank, as exchanged by all ranks at start-up. Unknown texts are empty."""
+    """Host and process of a rank, as exchanged by all ranks at start-up. Unknown fields are empty."""
 
     host: str
     network: str
@@ -177,7 +177,7 @@ class Watcher:
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         self.on_death: list[Callable[[], None]] = []
-        """Functions called after a death, in the thread that reports it, for waits that can't poll."""
+        """Functions that are called after a death, in the thread that reports it."""
         self.status: Any = None
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
         """Maps data connections to other hosts (with a method `silent_peers`) to the global ranks of their group."""
@@ -186,9 +186,9 @@ class Watcher:
         self._stores: dict[int, BoundedStore] = {}
         """Stores by serving rank, kept here because torch's groups don't keep them alive."""
         self._name = ""
-        """Name of this watcher if it is a scope (see `join`); empty for the watcher that opened the control plane."""
+        """Name of this watcher if it shares another watcher's control plane (see `join`), else empty."""
         self._all = [self]
-        """All watchers of this control plane: the watcher that opened it, then its scopes (see `join`)."""
+        """The watcher that opened the control plane, then the watchers that share it (see `join`)."""
 
     @property
     def problem(self) -> str:
@@ -260,10 +260,11 @@ class Watcher:
         _SHARED.add(self)
 
     def join(self, other: Watcher, name: str) -> None:
-        """Makes this new watcher a scope of `other`: `give_up` then fails only groups that use this watcher.
-
-        Each rank calls this with the same new `name`, then calls `gather`, because a `give_up` before that can be lost.
+        """Shares the control plane of `other`. `give_up` of this watcher then fails only groups that use this watcher.
         Closing `other` closes this watcher.
+
+        Each rank calls this with the same new `name`, and then `gather`. Peers lose a `give_up` that arrives before
+        they have called this.
         """
 
         def take_failure(rank: int, text: bytes) -> bytes:
@@ -288,8 +289,8 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Asks `ranks` and returns the replies by rank. Ranks that exit or answer late are omitted. `on_replies`: see
-        `World.ask`.
+        """Sends a question to `ranks` and returns the replies by rank. Omits ranks that exit or reply late.
+        `on_replies`: see `World.ask`.
 
         If `topic` and `payload` are empty, a process replies even while its Python code is blocked.
         """
@@ -373,8 +374,8 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports hosts as unreachable that acknowledge no data, even if the control plane still
-        gets their messages.
+        """Reports a host as unreachable if its data connections acknowledge nothing for the heartbeat limit, even if
+        control-plane messages still arrive.
         """
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
@@ -540,8 +541,8 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records a death and calls `on_death`. A rank's first report counts, but a certain death replaces an uncertain
-        one.
+        """Records the death of a rank and calls `on_death`. Ignores later reports about the rank, except a certain
+        report after an uncertain one.
         """
         with self._news:
             known = self._deaths.get(rank)
@@ -601,8 +602,8 @@ class Watcher:
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
         """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
 
-        If a suspect on another host doesn't reply, waits up to the heartbeat limit + 2 heartbeats. That host has
-        perhaps declared this host unreachable; its report arrives within this time.
+        If a suspect on another host doesn't reply, waits longer: an unreachable host is reported within the heartbeat
+        limit + 2 heartbeats.
         """
         found = self.await_death_of(ranks)
         if found or self._world is None:
@@ -627,7 +628,7 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """Returns a store that the lowest of `ranks` serves, or None if there is no control plane."""
+        """Returns a store that the lowest rank of `ranks` serves, or None if there is no control plane."""
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
         world, server = self._world, min(ranks)
@@ -646,10 +647,9 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the class, cause and suspected ranks for the error of a failed store.
+        """Returns the error class, the cause and the suspected ranks after an access to `store` failed with `error`.
 
-        Waits briefly for the exit of the rank that serves the store, except if the store gave no answer until the
-        deadline.
+        Unless the access timed out, waits briefly for the exit of the rank that serves the store.
         """
         server = store.served_by
         watched = set(ranks) | ({server} if server is not None else set())
