@@ -1,4 +1,4 @@
-"""Copies tensors whose memory doesn't hold their values: torch can defer conjugation and negation, and omit zeros."""
+"""Copies tensors, also if torch hasn't written their values to memory (lazy conjugates, negatives and zeros)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BITS = frozenset(
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
 )
-"""Each value of these dtypes takes a byte. torch can copy them only as bytes."""
+"""Integer dtypes of 1 to 7 bits. Each value takes a byte, and torch can copy them only as bytes."""
 DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
 
 

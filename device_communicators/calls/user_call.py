@@ -187,7 +187,7 @@ def message_call(method: str, src: int) -> UserCall:
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
     """Returns a call as text for errors. `word` and `packed_shape` are the fields of `Told` (csrc/call.h). `parts`:
-    bytes of each rank's part, or empty.
+    size of each rank's part in bytes, or empty.
     """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
@@ -298,7 +298,7 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Makes errors in the block name `method`."""
+    """Sets the method that errors in the block mention."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield
@@ -324,7 +324,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Makes `elapsed_s` of errors in the block count from the monotonic time `began_s`."""
+    """Sets the monotonic time from which errors in the block compute `elapsed_s`."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -337,7 +337,7 @@ def began_s() -> float:
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Makes errors of the decorated function name `method`. Also applies `timed`."""
+    """Decorates a function so that its errors mention `method` as the failed call. Also applies `timed`."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)

@@ -1,7 +1,7 @@
 """Makes tensors over memory that torch did not allocate, by DLPack.
 
-When a tensor's memory is no longer used, torch calls a deleter in any thread. The deleter drops the owner, whose
-`__del__` frees the memory.
+When a tensor's memory is no longer used, torch calls a deleter in any thread. The deleter drops the memory's owner, a
+Python object whose `__del__` frees the memory.
 """
 
 from __future__ import annotations

@@ -37,13 +37,13 @@ REDUCE_OPS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
 """Numbers of ncclRedOp_t. "avg" is used only for integers, because NCCL rounds each float before the sum."""
 
 UNDEFINED = -(2**31)
-"""Value of a field that the program doesn't set. NCCL then uses its environment variable or its default."""
+"""Value of an ncclConfig_t field that isn't set. NCCL then uses its environment variable or its default."""
 _MAGIC = 0xCAFEBEEF
 NO_COLOR = -1
 """Color of a rank that gets no new communicator in a split."""
 SUSPEND_MEMORY = 1
 COLL_SYMMETRIC = 1
-"""Flag of windows that collectives can use, at the same offset on all ranks."""
+"""Flag of a window for collectives. All ranks must pass tensors at the same offset in the window."""
 
 
 class UniqueId(ctypes.Structure):
@@ -78,7 +78,9 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""Name and type of each field, and the version that added the field. NCCL treats fields beyond `size` as undefined."""
+"""Fields of ncclConfig_t: name, type, and the NCCL version that added the field. NCCL reads only the first `size`
+bytes.
+"""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
@@ -120,7 +122,7 @@ class NcclLibrary:
     def __init__(self, path: str) -> None:
         self.path = path
         self.missing: dict[str, str] = {}
-        """Maps each missing function to the reason."""
+        """Maps each function that this NCCL lacks to the reason."""
         try:
             self._library = ctypes.CDLL(path)
             number = c_int()

@@ -38,8 +38,8 @@ class SideStream:
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
         """Makes this stream wait for the current stream, and keeps the tensors' memory until this stream has used it.
 
-        Also works during a CUDA graph capture. The `wait` of the work from `finish` then joins this stream to the
-        captured stream.
+        Also works during a CUDA graph capture. The program must then call `wait` on the result of `finish`, which joins
+        this stream to the captured stream.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for x in tensors:
@@ -130,8 +130,8 @@ class CudaStreams:
 
 
 class StreamOrder:
-    """Orders calls that use the same buffer on any streams. In a capture, the capturing program
-    must order the calls.
+    """Makes each call wait for the previous call, for calls that use one buffer on different streams. In a CUDA graph
+    capture, the program must order the calls.
     """
 
     def __init__(self, streams: CudaStreams) -> None:
