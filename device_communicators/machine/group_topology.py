@@ -1,7 +1,7 @@
 """Finds the GPUs of a group's ranks and how these GPUs are connected. The result is the same on every rank.
 
 A driver can report peer access that loses data, so `peer.group` tests peer access. NCCL before 2.30.3 lets ranks share
-a GPU only if they appear to be on different hosts, and then uses slow sockets.
+a GPU only if they appear to be on different hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """A property that holds only if it holds on all ranks. Can be used as a condition."""
+    """A property that the group has if all ranks have it. As a condition, this object is true if `holds` is."""
 
     holds: bool
     reason: str
@@ -110,8 +110,8 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
 def _objection(
     gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, joint: str
 ) -> str | None:
-    """Returns the first pair of ranks with a problem, as text, or None. `problem`: key in a view. `joint`: text between
-    pair and problem.
+    """Returns the first pair of ranks whose connection has a problem, as text, or None. `problem`: the problem's key in
+    the items of `views`. `joint`: text between pair and problem.
     """
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is None:
@@ -153,8 +153,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def nccl_variables(rank: int, version: int) -> dict[str, str]:
-    """Returns NCCL's variables for ranks that share a GPU. A kernel gets one thread block (CTA), because all ranks'
-    kernels must fit on the GPU together.
+    """Returns NCCL's environment variables for ranks that share a GPU. Each kernel gets one thread block (CTA), because
+    all ranks' kernels must fit on the GPU together.
     """
     if version >= nccl_library.MULTI_RANK_GPU:
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
@@ -182,8 +182,8 @@ def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> s
 def variables_of(
     rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables for ranks that share GPUs; {} if each rank has a GPU of its own. `version`: of
-    NCCL.
+    """Returns the environment variables for ranks that share GPUs; {} if each rank has a GPU of its own. `version`:
+    NCCL's version.
     """
     if ranks <= gpus:
         return {}
@@ -193,8 +193,8 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Sets the variables of `variables_of`, and returns those that were set. Keeps NCCL variables that have a value.
-    Call this before CUDA and NCCL start.
+    """Sets the environment variables of `variables_of`, and returns those that it set. Keeps values that variables
+    already have, except that of CUDA_VISIBLE_DEVICES. Call this before CUDA and NCCL start.
     """
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)

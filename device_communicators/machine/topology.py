@@ -32,9 +32,9 @@ P2P_CAPABILITIES = ("read", "write", "nvlink", "atomics", "pcie")
 class Link:
     number: int
     kind: str
-    """Kind of the other end: "gpu", "switch" or "other"."""
+    """Kind of device at the link's other end: "gpu", "switch" or "other"."""
     pci_id: str | None
-    """PCI id of the other end; None if unknown."""
+    """PCI id of the device at the link's other end; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Path:
     switched: bool = False
     pcie: str | None = None
     p2p: dict[str, str] = field(default_factory=dict)
-    """The state of each capability, as texts from P2P_STATUS by names from P2P_CAPABILITIES."""
+    """Maps each known capability of P2P_CAPABILITIES to a text of P2P_STATUS."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -98,7 +98,7 @@ class Path:
 class Topology:
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """Paths between two GPUs, by their indices. Each pair is contained in both orders."""
+    """Paths between two GPUs, by their indices. Contains both (a, b) and (b, a)."""
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None
@@ -120,7 +120,7 @@ _NO_LINK = {"not supported", "invalid argument"}
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
-    """Reads the topology. Doesn't raise if the driver lacks features: such facts are unknown."""
+    """Reads the topology. Doesn't raise if the driver lacks features; the fields are then None."""
     try:
         if reader is not None:
             return _read(reader)

@@ -113,9 +113,6 @@ class NcclCommunicator(Communicator):
                 self._use(handle, started)
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Creates the sub-groups' NCCL communicators if `set_up(divisible=True)` was called before;
-        else does nothing.
-        """
         with self._making, self.streams.guard():
             if self._parent is None:
                 return
@@ -160,7 +157,6 @@ class NcclCommunicator(Communicator):
             )
 
     def connect(self, peer: int) -> None:
-        """Connects this rank with `peer`, which must call this, too. Call this before a capture of transfers."""
         self._link(peer)
 
     def _link(self, peer: int) -> Link:
@@ -224,10 +220,6 @@ class NcclCommunicator(Communicator):
             raise self._links.failure
 
     def suspend(self) -> None:
-        """Frees NCCL's memory until `resume`. Every rank calls this when the device has finished all calls.
-
-        Raises UnsupportedError before NCCL 2.29.7.
-        """
         function = self._function("ncclCommSuspend")
         self._ready()
         for handle in self._handles():
@@ -236,7 +228,6 @@ class NcclCommunicator(Communicator):
         self._suspended = True
 
     def resume(self) -> None:
-        """Allocates the memory that `suspend` freed. Every rank calls this."""
         if self._suspended:
             function = self._function("ncclCommResume")
             self._raise_failure()
@@ -255,7 +246,6 @@ class NcclCommunicator(Communicator):
         return self._windows.problem is None and not self.streams.is_capturing()
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns bytes in memory that NCCL has registered (see `windows`), or None."""
         handle, watch, started = self._ready(), self._watched(), time.monotonic()
 
         def register(address: int, window_bytes: int) -> str | None:
@@ -325,8 +315,8 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Returns a context for a call. If the watch thread aborts the call, the context raises the
-        thread's failure.
+        """Returns a context for a call. If the watch thread aborts the call, the context raises the failure that the
+        thread found.
         """
         watch = self._watched()
         watch.begin(operation)
@@ -508,7 +498,6 @@ class NcclCommunicator(Communicator):
             link.put(operation, tensors, stream)
 
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Starts to send `x`. NCCL ignores tags: it matches transfers by the order of calls."""
         return self._start("send", x, dst)
 
     def irecv_(self, out: Tensor, src: int, tag: int) -> Work:

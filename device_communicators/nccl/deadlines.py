@@ -21,7 +21,7 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""Communicators that aren't closed after this time are aborted. Also the timeout of an abort."""
+"""Timeout of closing a communicator, which is then aborted, and of the abort."""
 _POLL_S = 0.2
 _PAUSE_S = 0.001
 

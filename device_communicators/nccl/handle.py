@@ -254,8 +254,8 @@ class Handle:
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
-        """Starts and returns a thread that closes the communicator. The communicator is aborted instead if `in_order`
-        is False, or if another thread's call holds the lock for 1 s. Any thread can call this.
+        """Starts and returns a thread that closes the communicator. The thread aborts the communicator instead if
+        `in_order` is False, or if another thread holds the lock for 1 s.
         """
         if self.comm is None:
             return None

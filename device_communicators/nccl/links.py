@@ -22,7 +22,7 @@ from device_communicators.nccl.handle import Handle, end_all, exchange_records, 
 from device_communicators.routing.communicator import GroupContext
 
 _SET_UP_TAG = 3
-"""Tag of gloo transfers that set up a link. Sends within a host use the same tag, but only in groups without a GPU."""
+"""Tag of gloo transfers that set up a link."""
 _CHECK_S = 0.5
 
 Transfer = Callable[["Link", str, Sequence[Tensor], int], None]

@@ -1,8 +1,8 @@
 """Allocates the tensors of `group.empty` on a GPU. NCCL's symmetric kernels read and write these tensors in place.
 
 A kernel uses the offset of its own rank's tensor for all ranks. Therefore the ranks agree on each allocation over gloo
-(about 100 µs), and a block is free once all ranks have released it. If a rank can't register memory, all ranks use
-ordinary memory from then on.
+(about 100 µs), and a tensor's memory is free once all ranks have released the tensor. If a rank can't register memory,
+all ranks use ordinary memory from then on.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Records windows and allocated blocks. Equal on all ranks, because all ranks make the same changes in the same
+    """Records windows and their memory blocks. Equal on all ranks, because all ranks make the same changes in the same
     order.
     """
 
@@ -98,7 +98,7 @@ def _rounded(size_bytes: int, step_bytes: int) -> int:
 
 
 class Lease:
-    """Marks a block as released on this rank when the tensor memory that owns this object is freed."""
+    """Releases a memory block on this rank when the tensor that owns this object is freed."""
 
     def __init__(self, number: int, returned: deque[int]) -> None:
         self._number = number
@@ -121,9 +121,9 @@ class Windows:
         self._refused: list[int] = []
         """Addresses of memory that some rank couldn't register."""
         self._returned: deque[int] = deque()
-        """Blocks that this rank has released since the last `_collect`."""
+        """Memory blocks that this rank has released since the last `_collect`."""
         self._free: set[int] = set()
-        """Blocks that this rank has released, but that perhaps other ranks still use."""
+        """Memory blocks that this rank has released, but that perhaps other ranks still use."""
         self._allocated_on: set[int] = set()
         self._warned = False
 
