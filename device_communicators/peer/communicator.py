@@ -25,8 +25,8 @@ _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
-    """Runs each collective of up to 8 ranks as one kernel launch on the current stream. Unsupported fused norms are
-    composed of several calls.
+    """Runs each collective of up to 8 ranks as one kernel launch on the current stream. Fused norms that the kernels
+    don't support run as several calls.
     """
 
     name = "peer_memory"
@@ -132,8 +132,8 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if this call uses the fused kernel. With a fixed algorithm, all sizes use it, because separate
-        calls would round differently.
+        """Returns True if this call uses the fused kernel. If a setting fixes the algorithm, the size doesn't matter,
+        because separate calls would round differently.
         """
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused

@@ -28,12 +28,13 @@ MAX_THREADS = 512
 PART_PACKETS = 256
 """Number of packets that a block sends to each rank in one round (*epoch*). A packet has 8 data bytes."""
 STAGE_BYTES = 32 << 10
-"""Staging memory per block and epoch."""
+"""Bytes of staging memory per block and round."""
 REGION_ALIGNMENT = 256
 PACKETS_OFFSET = 64 << 10
 STAGES_OFFSET = PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16
 REGION_BYTES = STAGES_OFFSET + 2 * MAX_BLOCKS * STAGE_BYTES
-"""Size of each rank's shared memory, for tensors of any size. The memory must be zero before any rank's first launch.
+"""Bytes of GPU memory that each rank shares with its peers; enough for tensors of any size. The memory must be zero
+before any rank's first launch.
 """
 
 
@@ -69,9 +70,10 @@ class Launcher(Protocol):
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns the maximum number of blocks of a launch. All blocks must be resident, because they wait for peers.
+        """Returns the maximum number of blocks of a launch. All blocks must run at the same time, because they wait for
+        peers.
 
-        At most half the multiprocessors are used: two half-resident groups of kernels would deadlock.
+        Uses at most half the multiprocessors. Otherwise two launches could each get a part of the GPU and deadlock.
         """
 
 
@@ -84,7 +86,7 @@ class KernelReport:
     reason: str
     """Reason why the kernel ended: "deadline" or "abort"."""
     peer: int
-    """The rank in the group that the kernel waited for; 255 for its own blocks."""
+    """The rank in the group that the kernel waited for; 255 if it waited for its own blocks."""
     kernel: str
     block: int
     epoch: int
@@ -109,8 +111,8 @@ _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns the number of blocks (0: launch nothing) and of threads per block. `limit`: the minimum `resident_blocks`
-    of all ranks.
+    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `limit`: the
+    minimum `resident_blocks` of all ranks.
     """
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
@@ -119,7 +121,7 @@ def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
 
 def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
     """Returns the number of blocks and of threads per block for a fused norm. Returns 0 blocks if one row needs more
-    than `limit`.
+    than `limit` blocks.
     """
     members = -(-row_bytes // (8 * PART_PACKETS))
     if members == 0:

@@ -38,11 +38,11 @@ class Sharing(Protocol):
     def map(self, offers: Sequence[Any]) -> Sequence[int]: ...
 
     def close(self) -> None:
-        """Releases the memory. May be called twice."""
+        """Releases the memory. Idempotent."""
 
 
 class SharingMethod(Protocol):
-    """Allocates zeroed memory on this rank's device."""
+    """Allocates zeroed memory on this rank's device, which other ranks can map."""
 
     @property
     def name(self) -> str: ...
@@ -51,7 +51,9 @@ class SharingMethod(Protocol):
 
 
 class SymmetricSharing:
-    """Allocates CUDA's virtual memory. Ranks exchange file descriptors or fabric handles over the CPU group's store."""
+    """Allocates GPU memory by CUDA's virtual memory API. Ranks exchange file descriptors or fabric handles over the CPU
+    group's store.
+    """
 
     name = "torch symmetric memory"
 
@@ -104,7 +106,7 @@ class IpcSharing:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """Returns one handle for each peer: torch counts only one receiver per handle."""
+        """Returns one handle for each peer, because torch's reference count allows one receiver per handle."""
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
             None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
@@ -160,7 +162,7 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """Releases the regions. This rank's work on them must be finished. May be called twice."""
+        """Releases the regions. This rank's work on them must be finished. Idempotent."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()

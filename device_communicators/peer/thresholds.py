@@ -54,11 +54,11 @@ class Thresholds(Conditions):
     pull: Count
     two_shot: Count
     all_gather: Count
-    """Bytes of one rank's input."""
+    """Largest input of one rank, in bytes."""
     all_gather_push: Count
-    """Messages up to this size use push, larger messages use pull."""
+    """Largest input that uses push, in bytes. Larger inputs use pull."""
     reduce_scatter: Count
-    """Bytes of one rank's output."""
+    """Largest output of one rank, in bytes."""
     reduce_scatter_push: Count
     fused: Count
     measured: bool
@@ -101,8 +101,8 @@ class _File(msgspec.Struct):
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads the table at `path`, or else at PARALLEL_STATE_PEER_MEMORY_TABLE. By default loads the user's table without
-    the rows for shared GPUs.
+    """Loads the table at `path`, or else at PARALLEL_STATE_PEER_MEMORY_TABLE. If neither is given, loads the user's
+    table without rows that were measured on shared GPUs.
     """
     named = settings.PEER_MEMORY_TABLE.get()
     if path is None and named is None:
@@ -128,7 +128,7 @@ _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns the limits of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). `fused` is a guess."""
+    """Returns thresholds of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). `fused` is a guess."""
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
             return Thresholds(
@@ -191,8 +191,8 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why `auto` means off, or None. Calls the CUDA driver only if the table has a row for this number
-    of ranks.
+    """Returns why the value `auto` of `setting` means off on this rank, or None. Calls the CUDA driver only if the
+    table has a row for this number of ranks.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
@@ -203,8 +203,8 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
-    """Returns the row that covers the group, or the reason why none does. Every rank must call this, and all get the
-    same result.
+    """Returns the table's row for the group's hardware and software, or the reason why there is none. Every rank must
+    call this. The result is equal on all ranks.
     """
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")
@@ -242,8 +242,8 @@ class Admission:
 def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
-    """Decides thresholds and algorithm of the group. Every rank must call this. Measurements pass `thresholds` to
-    replace the table's.
+    """Decides thresholds and algorithm of the group. Every rank must call this. `thresholds`, if passed, replace the
+    table's.
     """
     tables: list[Table] = []
     facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))

@@ -1,4 +1,4 @@
-"""Runs calls on a device's tensors over the group's torch process group (NCCL for CUDA), and calls over torch's `fake`
+"""Runs calls over torch process groups: calls on tensors of a device such as CUDA, and calls over torch's `fake`
 backend.
 
 Ranks compare their calls in debug mode only, because a comparison would need a copy to the host.

@@ -1,7 +1,7 @@
-"""Runs calls on CPU tensors over gloo. This communicator is the last of every route: groups use it if a rank lacks the
-native library.
+"""Runs calls on CPU tensors over gloo, if no better communicator supports them, such as when a rank lacks the native
+library.
 
-gloo doesn't check that ranks are in the same call. The route compares their calls in debug mode only.
+gloo doesn't check that ranks are in the same call. Ranks compare their calls in debug mode only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from device_communicators.routing.communicator import GroupContext, Request, red
 _GATHERED_BYTES = 4096
 _GATHERED_IN_LARGE_GROUPS_BYTES = 256
 _LARGE_GROUP = 16
-"""Largest group in which each rank gathers and reduces tensors of up to 4096 bytes itself, in one round.
-
+"""Largest group in which all ranks exchange tensors of up to 4096 bytes in one round, and each rank reduces them all.
 In larger groups the limit is 256 bytes.
 """
 _TURNS: dict[str, threading.Lock] = {}
@@ -52,8 +51,8 @@ class ProcessGroupCommunicator(PlainProcessGroup):
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """Locks the process group during a collective. Groups of the same ranks can share a process group, and gloo
-        matches calls by their order.
+        """Locks the process group during a collective; raises UsageError if it is locked. Groups of the same ranks can
+        share a process group, and gloo matches calls by their order.
         """
         turn = _TURNS.setdefault(self.context.cpu_group.group_name, threading.Lock())
         if not turn.acquire(blocking=False):

@@ -4,8 +4,8 @@ Tensors of the group's device use its device group; CPU tensors use its gloo gro
 bytes, and so support every dtype. Reductions convert dtypes that no backend supports to wider dtypes. The ranks' calls
 aren't compared.
 
-`asyncOp` is set as in torch's own functions. Its default, true, would make NCCL run a blocking call on a stream of
-torch.
+`asyncOp` is set as in torch's own functions. With its default, true, NCCL would run a blocking call on a stream of
+torch's own.
 """
 
 from __future__ import annotations
