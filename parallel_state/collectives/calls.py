@@ -170,7 +170,7 @@ class TensorCalls(GroupFacts):
             return out
         name = "all_gather_into_tensor"
         checks.check_tensor(self.context, name, x)
-        checks.check_tensor(self.context, f"out of {name}", out)
+        checks.check_tensor(self.context, f"out= of {name}", out)
         stacked = x.dim() > 0 and list(out.shape) == [self.world_size, *x.shape] and out.is_contiguous()
         # Not self.all_gather: subclasses take different arguments.
         TensorCalls.all_gather(self, x, 0, out=out.view(-1, *x.shape[1:]) if stacked else out)
@@ -261,7 +261,7 @@ class TensorCalls(GroupFacts):
         if not is_dynamo_compiling() and DIRECT.reduce_scatter_into(x, self._token, out, 0, op, self._key) is out:
             return out
         checks.check_tensor(self.context, "reduce_scatter_tensor", x)
-        checks.check_tensor(self.context, "out of reduce_scatter_tensor", out)
+        checks.check_tensor(self.context, "out= of reduce_scatter_tensor", out)
         stacked = out.dim() > 0 and list(x.shape) == [self.world_size, *out.shape]
         return TensorCalls.reduce_scatter(self, x.flatten(0, 1) if stacked else x, 0, op, out=out)
 
@@ -458,8 +458,8 @@ class TensorCalls(GroupFacts):
     ) -> Tensor:
         if scatter_dim != 0 or gather_dim != 0:
             raise InvalidArgumentError(
-                f"all_to_all on {self.context} with split sizes works along dim 0, "
-                f"but scatter_dim is {scatter_dim} and gather_dim {gather_dim}; move the dim to the front"
+                f"all_to_all on {self.context} with split sizes works along dim 0, but scatter_dim is {scatter_dim} "
+                f"and gather_dim {gather_dim}; make that dim the first one with x.movedim(), and leave both out"
             )
         if inputs is None or outputs is None or x.dim() == 0:
             checks.check_divisible(self.context, "all_to_all", x, 0)
@@ -573,7 +573,10 @@ class TensorCalls(GroupFacts):
         if collectives is None and self.world_size == 1:
             collectives = self._alone = group_of_one(self.context)
         if collectives is None:
-            raise UnsupportedError(f"{self.context}: a window needs the library's CPU collectives; see explain()")
+            raise UnsupportedError(
+                f"window() of {self.context} needs this library's CPU collectives, which this group doesn't have; the "
+                "group's explain() gives the reason"
+            )
 
         def exchange(part: Tensor) -> Tensor:
             with self.route.called_as("window"):

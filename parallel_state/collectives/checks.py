@@ -78,7 +78,8 @@ def check_no_transform(context: GroupContext, operation: str) -> None:
     if in_transform():
         raise InvalidArgumentError(
             f"{operation} on {context} can't be called inside a function that torch.func transforms (grad, vmap, …), "
-            "because its tensors have no memory of their own; call it outside, or use a blocking tensor collective"
+            f"because tensors inside have no memory of their own; call {operation} outside, or use a blocking tensor "
+            "collective"
         )
 
 
@@ -88,22 +89,22 @@ def check_writable(context: GroupContext, operation: str, x: Tensor) -> None:
         return
     if not x.is_contiguous() and any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True)):
         raise InvalidArgumentError(
-            f"{operation} on {context} writes to its tensor, whose elements must not share memory, but shape "
-            f"{list(x.shape)} has strides {list(x.stride())}; clone the expanded tensor first"
+            f"{operation} on {context} writes to its tensor, so the tensor's elements must not share memory, but shape "
+            f"{list(x.shape)} has strides {list(x.stride())}; clone() the expanded tensor first"
         )
     if is_zero_tensor(x):
         raise InvalidArgumentError(
             f"{operation} on {context} writes to its tensor, but this is torch's efficient zero tensor, which has no "
-            "memory; clone it first"
+            "memory; clone() the tensor first"
         )
 
 
 def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, shape: Sequence[int]) -> None:
-    check_tensor(context, f"out of {operation}", out)
+    check_tensor(context, f"out= of {operation}", out)
     if not torch.compiler.is_compiling() and is_wrapped_tensor(x) and not is_wrapped_tensor(out):
         raise InvalidArgumentError(
-            f"out of {operation} on {context} was created outside the function that torch.func transforms, so the "
-            "result can't be written to it; leave out out=, or create the tensor inside the function"
+            f"out= of {operation} on {context} was created outside the function that torch.func transforms, so the "
+            "result can't be written to this tensor; don't pass out=, or create the tensor inside the function"
         )
     check_writable(context, operation, out)
     if not torch.compiler.is_compiling():
@@ -111,17 +112,17 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
             y is not None and y.is_leaf and y.requires_grad for y in (out, base_of(out))
         ):
             raise InvalidArgumentError(
-                f"out of {operation} on {context} can't be a leaf that requires a gradient, or a view of one; detach "
-                "it, or call it under torch.no_grad()"
+                f"out= of {operation} on {context} can't be a leaf that requires a gradient, or a view of such a leaf; "
+                f"pass out.detach(), or call {operation} under torch.no_grad()"
             )
         if out.is_inference() and not torch.is_inference_mode_enabled():
             raise InvalidArgumentError(
-                f"out of {operation} on {context} is an inference tensor, which can be written only in inference "
-                "mode; call it under torch.inference_mode(), or pass a normal tensor"
+                f"out= of {operation} on {context} is an inference tensor, which can be written only in inference "
+                f"mode; call {operation} under torch.inference_mode(), or pass a normal tensor"
             )
     if not same_sizes(out.shape, shape) or out.dtype != x.dtype or out.device != x.device:
         raise InvalidArgumentError(
-            f"out of {operation} on {context} must have shape {list(shape)}, {x.dtype} and device {x.device}, "
+            f"out= of {operation} on {context} must have shape {list(shape)}, {x.dtype} and device {x.device}, "
             f"but has shape {list(out.shape)}, {out.dtype} and device {out.device}"
         )
 
@@ -133,10 +134,10 @@ def has_tangent(*inputs: Tensor) -> bool:
 def check_no_gradient(context: GroupContext, operation: str, advice: str, *inputs: Tensor) -> None:
     requires = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     if requires or has_tangent(*inputs):
-        found = "requires one" if requires else "has a tangent"
+        found = "requires a gradient" if requires else "has a tangent"
         raise InvalidArgumentError(
-            f"{operation} on {context} has no gradient, but an input {found}; {advice}, "
-            "or call it under torch.no_grad()"
+            f"{operation} on {context} isn't differentiable, but an input {found}; {advice}, "
+            f"or call {operation} under torch.no_grad()"
         )
 
 
@@ -222,7 +223,8 @@ def check_divisible(context: GroupContext, operation: str, x: Tensor, dim: int) 
     if x.dim() == 0 or not must_hold(x.shape[dim] % context.size == 0):
         raise InvalidArgumentError(
             f"dim {dim} of a tensor for {operation} on {context} must be divisible by {context.size}, "
-            f"but the shape is {list(x.shape)}; pad it, or use the variant that takes sizes"
+            f"but the shape is {list(x.shape)}; pad the tensor, or use the variant that takes sizes (such as "
+            "all_gatherv or reduce_scatterv)"
         )
 
 
@@ -281,8 +283,8 @@ def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
 def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:
     if x.dim() == 0 or not must_hold(x.shape[dim] == total):
         raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must add up to dim {dim} of the tensor, but the sum is {total} "
-            f"and the shape {list(x.shape)}"
+            f"{name} of {operation} on {context} must add up to the size of dim {dim} of the tensor, but the sum is "
+            f"{total} and the tensor's shape {list(x.shape)}"
         )
 
 
@@ -294,8 +296,8 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
             found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidArgumentError(
-                f"{name} of {operation} on {context} must be {list(shape)} {x.dtype} for x of {list(x.shape)} "
-                f"{x.dtype}, but is {found}"
+                f"{name} of {operation} on {context} must be a {x.dtype} tensor of shape {list(shape)}, to fit x of "
+                f"shape {list(x.shape)}, but is {found}"
             )
 
 
@@ -307,7 +309,7 @@ def check_scale(context: GroupContext, operation: str, scale: object) -> None:
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(
-            f"scale of {operation} on {context} must be a tensor of one element, torch.float32, but is {found}"
+            f"scale of {operation} on {context} must be a torch.float32 tensor of one element, but is {found}"
         )
 
 

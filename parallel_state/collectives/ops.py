@@ -209,8 +209,8 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
             return result
         if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
             raise InvalidArgumentError(
-                f"{name} on {find_route(args[-1]).context} has no gradient for these arguments, but its input "
-                f"requires one; {advice}, or call it under torch.no_grad()"
+                f"{name} on {find_route(args[-1]).context} isn't differentiable with these arguments, but its input "
+                f"requires a gradient; {advice}, or call {name} under torch.no_grad()"
             )
         return differentiable(op, formula, x, *args)
 
@@ -295,8 +295,9 @@ def _splits(x: Tensor, outputs: Splits, inputs: Splits, group: str) -> tuple[Seq
         return [len(x) // size] * size, [len(x) // size] * size
     if outputs is None or inputs is None or not len(outputs) == len(inputs) == size:
         raise InvalidArgumentError(
-            f"the op all_to_all needs one number of rows from and to each of {size} ranks, or None for both if x has "
-            f"a multiple of {size} rows, but got {outputs} and {inputs} for {len(x)} rows; nothing was sent"
+            f"the op all_to_all needs two lists of {size} numbers: the rows to receive from each rank, and to send to "
+            f"each rank. Both may be None if x has a multiple of {size} rows. The op got {outputs} and {inputs} for x "
+            f"of {len(x)} rows; nothing was sent"
         )
     return outputs, inputs
 
@@ -319,7 +320,7 @@ def _autograd_add_rms_norm(
 # `run` counts the bytes of its second argument and picks a communicator by it.
 
 _SUM_OR_AVG = "only sum and avg are differentiable"
-_NO_OUT = "leave out= out"
+_NO_OUT = "don't pass out="
 _DETACH = "detach the tensor first and send the gradient back yourself"
 QUANTIZE_YOURSELF = "quantize the result of all_reduce_add_rms_norm yourself"
 
@@ -447,7 +448,7 @@ def broadcast_list(x: Sequence[Tensor], token: Tensor, form: str, src: int, grou
     if route.context.rank != src:
         raise InvalidArgumentError(
             f"broadcast_list on {route.context} only reads its tensors, so only rank {src} may call it; "
-            "use broadcast_list_ on the other ranks, which fills them"
+            "on the other ranks call broadcast_list_, which fills its tensors"
         )
     route.messenger.broadcast_list(x, form, src)
 

@@ -134,9 +134,10 @@ def set_virtual_pipeline_model_parallel_rank(rank: int) -> None:
     """Sets the virtual stage that this pipeline rank runs now."""
     virtual = state.get_parallel_groups().virtual_pipeline
     if virtual is None or not 0 <= rank < virtual.size:
-        found = "there are no virtual stages" if virtual is None else f"there are {virtual.size}"
+        found = "there are no virtual stages" if virtual is None else f"there are {virtual.size} virtual stages"
         raise InvalidArgumentError(
-            f"the virtual pipeline rank must be one of this rank's stages, but is {rank}, and {found}"
+            f"the virtual pipeline rank must be the index of one of this rank's virtual stages, but is {rank}, "
+            f"and {found}"
         )
     virtual.rank = rank
 

@@ -101,7 +101,7 @@ def reinitialize(
         elif len(survivors) > 1 and start.is_served_by_rank_0:
             raise UnsupportedError(
                 "reinitialize() failed: the surviving ranks can't find each other, because rank 0 served the store "
-                "and there is no control plane. Call init_distributed_environment() with a new address"
+                "and this process has no control plane. Call init_distributed_environment() with a new address"
             )
         options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
         with met_before(met):

@@ -145,7 +145,8 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
     if verdict is not None:
         rank, text = verdict
         raise RemoteError(
-            f"the block of master_first or local_master_first failed on rank {rank} of {world.context}:\n{text}",
+            f"the `with` block of master_first() or local_master_first() failed on rank {rank} of {world.context}:\n"
+            f"{text}",
             rank=world.ranks[rank],
         )
 

@@ -59,7 +59,7 @@ def misfit(key: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
 
 def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"out of {out.method} on {context} must have a buffer for each tensor of the dict and no other: {problem}. "
+        f"out= of {out.method} on {context} must have a buffer for each tensor of the dict, and no others: {problem}. "
         f"{remedy}"
     )
 

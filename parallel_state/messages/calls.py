@@ -129,7 +129,7 @@ class MessageCalls(GroupFacts):
         self._check_options("broadcast_tensor_dict", spec=spec)
         if out is not None and self.rank_in_group == src:
             raise InvalidArgumentError(
-                f"out of broadcast_tensor_dict on {self.context} is for ranks that receive, but this is rank {src}, "
+                f"out= of broadcast_tensor_dict on {self.context} is for ranks that receive, but this is rank {src}, "
                 "which sends; pass out=None on this rank"
             )
         buffers = checked_buffers(self.context, "broadcast_tensor_dict", out, views)

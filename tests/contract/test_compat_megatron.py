@@ -121,7 +121,7 @@ mpu.destroy_model_parallel()
 
 # Arguments of main, which must have their defaults.
 for given in ({"gtp_remat_size": 2}, {"expert_gtp_remat_size": 2}, {"rank_offset": 2}, {"local_world_size": 2}):
-    with pytest.raises(AssertionError, match="must have their defaults"):
+    with pytest.raises(AssertionError, match="must keep their defaults"):
         mpu.initialize_model_parallel(**given)
 mpu.initialize_model_parallel(gtp_remat_size=1, rank_offset=0)
 check(mpu.get_data_parallel_group(with_gtp_remat=False), [0, 1, 2, 3])

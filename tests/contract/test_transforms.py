@@ -173,7 +173,7 @@ REFUSED: tuple[tuple[str, tuple[str, ...], Callable[[ps.GroupCoordinator, Tensor
     ("all_reduce", ("grad", *FORWARD), lambda g, x: g.all_reduce(x, "max")),
     ("all_reduce_", ("grad", *FORWARD), lambda g, x: g.all_reduce_(x)),
     ("all_gather", FORWARD, lambda g, x: g.all_gather(x)),
-    ("out of all_gather", ("grad", "jvp", "vmap"), lambda g, x: g.all_gather(x, out=OUT)),
+    ("out= of all_gather", ("grad", "jvp", "vmap"), lambda g, x: g.all_gather(x, out=OUT)),
     ("broadcast", FORWARD, lambda g, x: g.broadcast(x, g.rank_in_group)),
     ("all_reduce_add_rms_norm", ("jvp", "jacfwd"), lambda g, x: g.all_reduce_add_rms_norm(x, x, x)[0]),
     ("gather", ALL, lambda g, x: g.gather(x)),

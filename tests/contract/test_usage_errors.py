@@ -201,7 +201,7 @@ def _wrong_tensors() -> list[Wrong]:
         "reduce_scatter_async": lambda group, x: group.reduce_scatter_async(x),
         "broadcast_async": lambda group, x: group.broadcast_async(x),
         "all_reduce_add_rms_norm": lambda group, x: group.all_reduce_add_rms_norm(x, x, x),
-        "out of all_gather": lambda group, x: group.all_gather(torch.ones(1), 0, out=x),
+        "out= of all_gather": lambda group, x: group.all_gather(torch.ones(1), 0, out=x),
         "isend": lambda group, x: group.isend(x),
         "all_to_all": lambda group, x: group.all_to_all(x),
         "broadcast": lambda group, x: group.broadcast(x),
@@ -238,7 +238,7 @@ def _wrong_tensors() -> list[Wrong]:
             Wrong(
                 f"out of all_gather where {say}",
                 lambda group, out=out: group.all_gather(torch.ones(1), 0, out=out),
-                ["out of all_gather", say],
+                ["out= of all_gather", say],
             )
         )
     for value in ("a", [1], torch.ones(1)):

@@ -198,7 +198,7 @@ def body_fails(first: FirstContext, failing: list[int], error: type[BaseExceptio
     else:
         assert isinstance(raised.value, ps.RemoteError)
         assert raised.value.rank == first_failing
-        assert f"the block of master_first or local_master_first failed on rank {first_failing} of" in str(raised.value)
+        assert f"local_master_first() failed on rank {first_failing} of" in str(raised.value)
         assert f"{error.__name__}: {text}" in str(raised.value)
         assert "Traceback" in str(raised.value)
     check_usable(world)

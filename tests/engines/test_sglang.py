@@ -100,7 +100,7 @@ def test_the_entry_point_stands_back(plugins: Path) -> None:
     on = {"PARALLEL_STATE_PLUGIN": "sglang", "SGLANG_USE_CPU_ENGINE": "1"}
     for variables, arguments, expected, said in (
         ({"SGLANG_USE_CPU_ENGINE": "1"}, (), "backend gloo False", ""),
-        ({"PARALLEL_STATE_PLUGIN": "sglang"}, (), "backend gloo", "doesn't run on the CPU"),
+        ({"PARALLEL_STATE_PLUGIN": "sglang"}, (), "backend gloo", "doesn't run its CPU engine"),
         (on, ("0.6.1",), "backend gloo False", "not a tested version"),
         (on, (), "backend parallel_state True", ""),
     ):

@@ -135,7 +135,7 @@ def test_it_stands_back(reason: str, models: Callable[..., Path], run: Run, plug
     assert GROUPS_OURS not in log
     assert log.count(STANDS_BACK) == reason.startswith("another")
     if reason == "another platform's plug-in":
-        assert f"{STANDS_BACK}: vLLM already uses the platform some_accelerator" in log
+        assert f"{STANDS_BACK}: vLLM in this process uses another platform plug-in: some_accelerator" in log
 
 
 def installed(folder: Path) -> None:

@@ -295,7 +295,7 @@ def _others() -> None:
     with torch.inference_mode():
         inference = torch.ones(4)
     for out in (leaf, view_of_leaf, inference):
-        with pytest.raises(InvalidArgumentError, match="out of all_gather"):
+        with pytest.raises(InvalidArgumentError, match="out= of all_gather"):
             group.all_gather(torch.ones(len(out) // 2), 0, out=out)
 
 
@@ -326,7 +326,7 @@ def _groups() -> None:
         for arguments, say in (
             ({"dim": 2}, "dim of all_gather .* must be in -2 … 1, .*but is 2"),
             ({"dim": True}, "dim of all_gather .*but is True"),
-            ({"out": torch.empty(3)}, r"out of all_gather .*must have shape \[4, 12\]"),
+            ({"out": torch.empty(3)}, r"out= of all_gather .*must have shape \[4, 12\]"),
         ):
             with pytest.raises(InvalidArgumentError, match=say):
                 group.all_gather(_x(group), **arguments)

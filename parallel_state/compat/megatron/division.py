@@ -66,8 +66,8 @@ def initialize_model_parallel(
     _check_sharp(use_sharp, sharp_enabled_group, num_distributed_optimizer_instances)
     if gtp_remat_size * expert_gtp_remat_size != 1 or rank_offset or local_world_size is not None:
         raise RefusedError(
-            "gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size must have their defaults; for a "
-            "part of the world, use parallel_state.create_parallel_groups over a sub-group"
+            "gtp_remat_size, expert_gtp_remat_size, rank_offset and local_world_size must keep their defaults; for "
+            "groups in a part of the world, use parallel_state.create_parallel_groups over a sub-group"
         )
     if pipeline_model_parallel_comm_backend not in (None, "nccl", "ucc"):
         raise RefusedError(
@@ -135,8 +135,8 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
     for ranks in _lists("dp_cp") if hybrid else ():
         if len(ranks) % 2:
             raise RefusedError(
-                f"hybrid context parallelism needs an even product of the data- and context-parallel sizes, but it "
-                f"is {len(ranks)}"
+                f"hybrid context parallelism needs an even product of the data- and context-parallel sizes, but their "
+                f"product is {len(ranks)}"
             )
         lookup.HYBRID.update(process_groups.create_hybrid_dp_cp_groups(me, ranks, None))
 

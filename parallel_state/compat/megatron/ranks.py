@@ -51,7 +51,7 @@ class RankGenerator:
         names = order.lower().split("-")
         for name, size in self.name_to_size.items():
             if name not in names and size != 1:
-                raise RefusedError(f"order must name {name}, whose size is {size}, but is {order!r}")
+                raise RefusedError(f"order must name axis {name}, because its size is {size}, but order is {order!r}")
         names += [name for name in self.name_to_size if name not in names]
         self.order = "-".join(names)
         self.ordered_size = [self.name_to_size[name] for name in names]
@@ -75,7 +75,9 @@ class RankGenerator:
 
 def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[list[int]]]:
     if prod(sizes) != len(ranks):
-        raise RefusedError(f"the product of the hierarchical sizes {list(sizes)} must be {len(ranks)}")
+        raise RefusedError(
+            f"the product of the hierarchical sizes {list(sizes)} must be the number of ranks, {len(ranks)}"
+        )
     grid = Grid(tuple((str(level), size) for level, size in enumerate(sizes)))
     return [[[ranks[at] for at in group] for group in grid.groups(str(level))] for level in range(len(sizes))]
 

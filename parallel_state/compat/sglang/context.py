@@ -129,7 +129,9 @@ def _check(context: ParallelContext) -> None:
             getattr(context, f"{name}_size"),
         )
         if group is not None and group.world_size != size:
-            raise LayoutError(f"{name}_size is {size}, but {name}_group has {group.world_size} ranks")
+            raise LayoutError(
+                f"{name}_size must be the number of ranks in {name}_group, {group.world_size}, but is {size}"
+            )
         if rank is not None and not 0 <= rank < size:
             raise LayoutError(f"{name}_rank must be in 0 … {size - 1}, but is {rank}")
 

@@ -271,7 +271,7 @@ class GroupCoordinator(GroupView):
 def named(group_name: str) -> GroupCoordinator:
     group = _groups.get(group_name, lambda: None)()
     if group is None:
-        raise GroupDestroyedError(f"there is no group {group_name!r}")
+        raise GroupDestroyedError(f"this process has no group {group_name!r}: it was destroyed, or never created")
     return group
 
 

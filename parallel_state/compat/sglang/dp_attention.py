@@ -36,7 +36,8 @@ def dp_slot_in(per_rank: Any) -> int:
     width = get_parallel().attn_dp_size
     if len(per_rank) not in (1, width):
         raise InvalidArgumentError(
-            f"per_rank must have an entry for each of {width} dp ranks, or one entry, but has {len(per_rank)}"
+            f"per_rank must have one entry for each of {width} data-parallel ranks, or a single entry, but has "
+            f"{len(per_rank)} entries"
         )
     return 0 if len(per_rank) == 1 else int(get_parallel().attn_dp_rank)
 

@@ -84,7 +84,8 @@ def init_distributed_environment(
     world = state.get_world_group()
     if dist.get_world_size() != world.world_size:
         raise AlreadyInitializedError(
-            f"the world has {world.world_size} ranks, but torch's default group has {dist.get_world_size()}"
+            f"parallel_state's world has {world.world_size} ranks, but torch's default group has "
+            f"{dist.get_world_size()}; destroy one of them first"
         )
     if moe_a2a_backend == "nixl":
         utils.set_global_tcp_store(default_store().raw)
@@ -297,7 +298,9 @@ def _gather_slot(owns_attention: bool) -> Iterator[None]:
 @contextmanager
 def _replaced(name: str, group: GroupCoordinator) -> Iterator[None]:
     if name in _patched:
-        raise AlreadyInitializedError(f"{name} is already patched; patches can't be nested, so leave the outer first")
+        raise AlreadyInitializedError(
+            f"{name} is already patched, and patches can't be nested; leave the outer `with` block first"
+        )
     _patched.add(name)
     before = _made.get(name)
     _made[name] = group

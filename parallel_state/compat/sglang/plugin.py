@@ -21,7 +21,9 @@ def install() -> str:
     from sglang.srt.utils import is_cpu
 
     if torch.cuda.is_available() or not is_cpu():
-        raise RuntimeError("SGLang doesn't run on the CPU; set SGLANG_USE_CPU_ENGINE=1")
+        raise RuntimeError(
+            "SGLang doesn't run its CPU engine in this process; set SGLANG_USE_CPU_ENGINE=1 on a machine without GPU"
+        )
     creation.load()  # fails here, where SGLang still stays on gloo
     HookRegistry.register(_TARGET, backend_of, HookType.AROUND)
     return "SGLang's CPU groups have the backend parallel_state instead of gloo"

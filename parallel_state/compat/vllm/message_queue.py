@@ -154,7 +154,7 @@ class MessageQueue:
             raise UsageError(f"n_local_reader must be in 0 … {n_reader} (n_reader), but is {n_local_reader}")
         ranks = list(range(n_local_reader)) if local_reader_ranks is None else list(local_reader_ranks)
         if len(ranks) != n_local_reader:
-            raise UsageError(f"local_reader_ranks must name {n_local_reader} ranks, but is {ranks}")
+            raise UsageError(f"local_reader_ranks must have n_local_reader ranks, {n_local_reader}, but is {ranks}")
         _check_local([each < n_local_reader for each in range(n_reader)])
         self.n_local_reader, self.n_remote_reader = n_local_reader, 0
         self._begin(handle := Handle(ranks), is_writer=True)
@@ -178,7 +178,10 @@ class MessageQueue:
         with _needing_shared_memory(f"the message queue of {name}"):
             segment = Segment.open(name)
             if segment is None:
-                raise SegmentError("this host doesn't have the shared-memory segment of the message queue")
+                raise SegmentError(
+                    "the queue's shared memory isn't on this host, or was removed. Each reader must run on the "
+                    "writer's host, and open the queue before the writer closes it"
+                )
             me = 1 + handle.local_reader_ranks.index(rank)
             self._ring = _Ring(segment, Shape(chunk_bytes, chunks), readers, me)
         return self
@@ -201,7 +204,10 @@ class MessageQueue:
             return
         found = self.dequeue(indefinite=True)
         if found != _READY:
-            raise CommunicationError(f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}")
+            raise CommunicationError(
+                f"the first message of {self} must be {_READY!r}, but is a {type(found).__name__}; call "
+                "wait_until_ready() in the writer before enqueue()"
+            )
 
     def shutdown(self) -> None:
         """Makes waits of this end raise RuntimeError. The other ends detect the shutdown. Callable from any thread."""

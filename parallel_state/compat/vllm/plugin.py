@@ -49,9 +49,9 @@ def _check_alone() -> None:
         if entry.name != _NAME and (allowed is None or entry.name in allowed) and _answer(lambda e=entry: e.load()()):
             active.append(entry.name)
     if active:
-        raise StandBackError(f"vLLM already uses the platform {', '.join(active)}")
+        raise StandBackError(f"vLLM in this process uses another platform plug-in: {', '.join(active)}")
     if not _answer(platforms.builtin_platform_plugins["cpu"]):
-        raise StandBackError("vLLM doesn't run on the CPU")
+        raise StandBackError("vLLM in this process doesn't use its CPU platform")
 
 
 def _answer(ask: Any) -> Any:

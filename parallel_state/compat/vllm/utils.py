@@ -79,8 +79,8 @@ def check_shm_free_space(
         free_bytes = found.f_bavail * found.f_frsize
         if free_bytes < required_bytes:
             raise RuntimeError(
-                f"{allocation_name} needs {required_bytes} bytes of {shm_path}, but {free_bytes} are free; enlarge it "
-                "(docker run --shm-size)"
+                f"{allocation_name} needs {required_bytes} bytes of {shm_path}, but {free_bytes} are free; enlarge "
+                f"{shm_path} (docker run --shm-size)"
             )
 
 
@@ -117,7 +117,7 @@ def init_gloo_process_group(
     if not call.wait(time.monotonic() + limit_s + 1.0, lambda: False):
         raise CollectiveTimeoutError(
             f"rank {group_rank} of {group_size} could not make a gloo group within {limit_s:g} s: its store doesn't "
-            "answer. See the log of the process that serves it",
+            "answer. See the log of the process that serves the store",
             operation="init_gloo_process_group",
             rank=group_rank,
             timeout_s=limit_s,
