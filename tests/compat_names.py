@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tests.compat_notes import NOTES
+from tests.compat_notes import INTERNAL, NOTES
 from tests.references import (
     MEGATRON,
     SGLANG,
@@ -238,12 +238,12 @@ def rows(module: ModuleType, references: Iterable[Reference], also: Iterable[str
     names: dict[str, Name] = {}
     references = list(references)
     if not references:  # a test of the project's tree finds the names in use
-        names = dict.fromkeys([*module.__all__, *module.MISSING], Name(None))
+        names = dict.fromkeys([*module.__all__, *_missing(module)], Name(None))
     for reference in references:
         for name, each in names_of(reference.read(), also).items():
             names.setdefault(name, each)
     found = [_row(module, name, names[name], namespace) for name in names]
-    unknown = [name for name in (*_notes(module), *module.MISSING) if name not in names]
+    unknown = [name for name in (*_notes(module), *_missing(module)) if name not in names]
     return found + [Row(name, "is in NOTES or MISSING, but no name of the project") for name in unknown]
 
 
@@ -251,15 +251,19 @@ def _notes(module: ModuleType) -> Mapping[str, str]:
     return NOTES.get(module.__name__.rpartition(".")[2], {})
 
 
+def _missing(module: ModuleType) -> dict[str, str]:
+    return {**getattr(module, "MISSING", {}), **INTERNAL.get(module.__name__.rpartition(".")[2], {})}
+
+
 def _row(module: ModuleType, name: str, theirs: Name, namespace: Mapping[str, Any]) -> Row:
     owner, _, _ = name.rpartition(".")
     ours = _find(module, name)
     if ours is _MISSING:
-        whole = owner if owner in module.MISSING else name
-        if whole in module.MISSING:
-            return Row(name, "missing", module.MISSING[whole])
+        whole = owner if owner in _missing(module) else name
+        if whole in _missing(module):
+            return Row(name, "missing", _missing(module)[whole])
         return Row(name, "isn't there, and MISSING doesn't say why")
-    if name in module.MISSING:
+    if name in _missing(module):
         return Row(name, "is there, but MISSING says it isn't")
     if name in _notes(module):
         return Row(name, "note", _notes(module)[name])
@@ -304,7 +308,7 @@ def missing_names(ours: ModuleType, folder: Path, *modules: str) -> dict[str, li
     for module in modules:
         for name, files in imported_names(folder, module).items():
             is_module = f"{module}.{name}" in modules
-            if not (is_module or hasattr(ours, name) or name in getattr(ours, "MISSING", {})):
+            if not (is_module or hasattr(ours, name) or name in _missing(ours)):
                 found[name] = files
     return found
 

@@ -64,3 +64,31 @@ _DEEPSPEED = {
     "get_model_parallel_world_size": "the size of tp × pp, as in DeepSpeed's grid; Megatron's is the size of tp",
 }
 NOTES = {"megatron": _MEGATRON, "vllm": _VLLM, "sglang": _SGLANG, "deepspeed": _DEEPSPEED}
+INTERNAL = {
+    "vllm": reasons({
+        "used by vLLM's own package `distributed` only": (
+            "TensorMetadata _split_tensor_dict _get_unique_name _register_group all_reduce all_reduce_fake "
+            "reduce_scatter reduce_scatter_fake all_gather all_gather_fake get_cpu_distributed_timeout_or_none "
+            "get_distributed_timeout_or_none"
+        ),
+        "internal to vLLM's queue; this library's queue has its own ring": (
+            "USE_SCHED_YIELD sched_yield memory_fence from_bytes_big SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS "
+            "VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG "
+            "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S to_bytes_big SpinCondition ShmRingBuffer "
+            "MessageQueue.(acquire_write acquire_read recv buffer current_idx deadline local_reader_rank local_socket "
+            "n_warning remote_socket started tensor_arena timeout warning_wait_time_ms)"
+        ),
+        "a field of the message queue's handle, which is `message_queue.Handle` here": (
+            "Handle.(local_reader_ranks buffer_handle local_subscribe_addr local_notify_addr remote_subscribe_addr "
+            "remote_addr_ipv6 tensor_arena_handle)"
+        ),
+    }),
+    "sglang": reasons({
+        "used by SGLang's own coordinator only": (
+            "TensorMetadata outplace_all_reduce reg_all_gather_into_tensor reg_reduce_scatter_tensor "
+            "reg_all_to_all_single get_torch_distributed_pg_options"
+        ),
+        "SGLang's private copies of vLLM's getters": "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group",
+    }),
+}  # fmt: skip
+"""Reasons why a compat module lacks a name that only its own project uses."""

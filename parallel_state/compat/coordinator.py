@@ -68,10 +68,6 @@ class GroupView(GroupCoordinator):
         return super().recv((size,) if isinstance(size, int) else size, dtype, src)
 
     def broadcast_tensor_dict(
-        self,
-        tensor_dict: dict[str, Any] | None = None,
-        src: int = 0,
-        group: Any = None,
-        metadata_group: Any = None,
+        self, tensor_dict: dict[str, Any] | None = None, src: int = 0, group: Any = None, metadata_group: Any = None
     ) -> dict[str, Any] | None:
         return tensor_dict if self.world_size == 1 else super().broadcast_tensor_dict(tensor_dict, src)

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import distributed_c10d
 
 from tests.hosts import Hosts, problem
+from tests.references import FAULT_TOLERANCE
 from tests.torch_suite import ROOT, Outcome, run
 
 PAGE = ROOT / "docs" / "torch_distributed.md"
@@ -70,6 +71,7 @@ def test_groups_whose_members_change_over_two_hosts(tmp_path: Path) -> None:
 
 
 def _check_fault_tolerance(log: Path, hosts: Sequence[int] = ()) -> None:
+    FAULT_TOLERANCE.path_in_cache()  # skips the test without it
     found = run("parallel_state", 3, part="fault_tolerance", log=log, hosts=hosts)
     failed = {name: outcome for name, outcome in found.items() if outcome.outcome == "failed"}
     assert not failed, _report(failed, log)

@@ -6,7 +6,7 @@
     mpu.initialize_model_parallel(tensor_model_parallel_size=2)
     mpu.get_tensor_model_parallel_group()                  # a torch ProcessGroup
 
-Groups have the backend "parallel_state" on the CPU, NCCL on GPUs. `NOTES` and `MISSING` list the differences.
+Groups have the backend "parallel_state" on the CPU, NCCL on GPUs. docs/compat.md lists the differences.
 """
 
 from __future__ import annotations
@@ -18,14 +18,7 @@ import sys
 from typing import Any
 
 from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
-from parallel_state.compat.megatron import (
-    buffers,
-    division,
-    getters,
-    lookup,
-    process_groups,
-    ranks,
-)
+from parallel_state.compat.megatron import buffers, division, getters, lookup, process_groups, ranks
 from parallel_state.compat.tables import absent, collect
 
 logger = logging.getLogger("parallel_state")

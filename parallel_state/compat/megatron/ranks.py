@@ -32,16 +32,7 @@ class RankGenerator:
     Megatron uses one generator for dense layers (`ep` is 1), and one for experts (`cp` is 1).
     """
 
-    def __init__(
-        self,
-        tp: int,
-        ep: int,
-        dp: int,
-        pp: int,
-        cp: int,
-        order: str,
-        rank_offset: int = 0,
-    ) -> None:
+    def __init__(self, tp: int, ep: int, dp: int, pp: int, cp: int, order: str, rank_offset: int = 0) -> None:
         if ep != 1 and cp != 1:
             raise RefusedError(f"ep or cp must be 1 in a RankGenerator, but they are {ep} and {cp}")
         self.tp, self.ep, self.dp, self.pp, self.cp = tp, ep, dp, pp, cp

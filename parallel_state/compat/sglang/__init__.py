@@ -7,7 +7,7 @@
     sglang.initialize_model_parallel()
     x = sglang.tensor_model_parallel_all_reduce(x)
 
-Or call `sglang.install()` before the first import of SGLang. `NOTES` lists differences, `MISSING` missing names.
+Or call `sglang.install()` before the first import of SGLang. docs/compat.md lists the differences.
 """
 
 from __future__ import annotations
@@ -65,9 +65,4 @@ MISSING = reasons({
         "enable_joiner_all_gather update_dp_attention_post_scale"
     ),
     "a CUDA kernel of SGLang; the route chooses one of this library's kernels": "CustomAllReduceV2",
-    "used by SGLang's own coordinator only": (
-        "TensorMetadata outplace_all_reduce reg_all_gather_into_tensor reg_reduce_scatter_tensor reg_all_to_all_single "
-        "get_torch_distributed_pg_options"
-    ),
-    "SGLang's private copies of vLLM's getters": "vllm_get_pp_group vllm_get_tp_group vllm_get_world_group",
 })  # fmt: skip

@@ -163,9 +163,7 @@ class GroupCoordinator(GroupView):
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """For each tensor of `input_`, concatenates all ranks' tensors along dim 0. Rank r has `sizes[r]` rows. Returns
-        a list.
-        """
+        """Returns a list: for each tensor of `input_`, all ranks' tensors along dim 0. Rank r has `sizes[r]` rows."""
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
             raise InvalidArgumentError("all_gatherv with output needs a single tensor, but input_ is a list")
@@ -238,9 +236,7 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Sends a dict. With `async_send`, returns the started transfers without waiting. In a group of one rank,
-        returns the dict.
-        """
+        """Sends a dict. Returns the started transfers if `async_send`, or the dict in a group of one rank."""
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]

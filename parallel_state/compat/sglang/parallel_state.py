@@ -93,11 +93,7 @@ def init_distributed_environment(
 
 
 def init_world_group(
-    ranks: list[int],
-    local_rank: int,
-    backend: str,
-    recovered_rank: bool = False,
-    max_world_size: int | None = None,
+    ranks: list[int], local_rank: int, backend: str, recovered_rank: bool = False, max_world_size: int | None = None
 ) -> GroupCoordinator:
     """Creates the world group. Every rank must call this."""
     refuse_elastic(recovered_rank, 0, max_world_size)
@@ -278,9 +274,7 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Keeps SGLang's flag `scoped_gather_slot` constant within the block. Otherwise the draft model's sizes would
-    change it.
-    """
+    """Keeps the value of SGLang's flag `scoped_gather_slot` within the block, although the sizes change."""
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:

@@ -5,7 +5,7 @@
     ps.init_distributed_environment(world_size, rank, "tcp://…", local_rank, "gloo")
     ps.ensure_model_parallel_initialized(2, 2)
 
-Names, parameters and return types are those of vLLM 0.33; `NOTES` lists differences, `MISSING` missing names. Only
+Names, parameters and return types are those of vLLM 0.33; docs/compat.md lists the differences. Only
 `plugin`, `platform` and `communicator` import vLLM.
 """
 
@@ -42,22 +42,6 @@ MISSING = reasons({
     ),
     "elastic expert parallelism; use `parallel_state.reinitialize` to make a new world": (
         "_replace_active_groups _init_stateless_group"
-    ),
-    "used by vLLM's own package `distributed` only": (
-        "TensorMetadata _split_tensor_dict _get_unique_name _register_group all_reduce all_reduce_fake reduce_scatter "
-        "reduce_scatter_fake all_gather all_gather_fake get_cpu_distributed_timeout_or_none "
-        "get_distributed_timeout_or_none"
-    ),
-    "internal to vLLM's queue; this library's queue has its own ring": (
-        "USE_SCHED_YIELD sched_yield memory_fence from_bytes_big SPINLOOP_EXT_ENABLED SPINLOOP_TIMEOUT_SECONDS "
-        "VLLM_RINGBUFFER_WARNING_INTERVAL LONG_WAIT_TIME_LOG_MSG "
-        "SHM_READER_RECHECK_INTERVAL_MS SHM_NOTIFY_POLL_INTERVAL_S to_bytes_big SpinCondition ShmRingBuffer "
-        "MessageQueue.(acquire_write acquire_read recv buffer current_idx deadline local_reader_rank local_socket "
-        "n_warning remote_socket started tensor_arena timeout warning_wait_time_ms)"
-    ),
-    "a field of the message queue's handle, which is `message_queue.Handle` here": (
-        "Handle.(local_reader_ranks buffer_handle local_subscribe_addr local_notify_addr remote_subscribe_addr "
-        "remote_addr_ipv6 tensor_arena_handle)"
     ),
 })  # fmt: skip
 
@@ -156,9 +140,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Creates a group for each list of global ranks, and returns this rank's group. All ranks of the world must pass
-    the same lists.
-    """
+    """Creates a group for each list of global ranks. All ranks must pass the same lists. Returns this rank's group."""
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all

@@ -116,9 +116,7 @@ class GroupCoordinator(GroupView):
         )
 
     graph_capture = renamed(
-        Ours.graph_capture,
-        "graph_capture_context",
-        "Prepares the group for CUDA graphs that the body captures.",
+        Ours.graph_capture, "graph_capture_context", "Prepares the group for CUDA graphs that the body captures."
     )
 
     all_reduce = renamed(Ours.all_reduce, "input_", "Returns the sum over all ranks as a new tensor.")

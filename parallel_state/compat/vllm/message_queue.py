@@ -368,9 +368,7 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
-    """Returns a head and the buffers of 1 MiB or more. The head has the number and sizes of these buffers, then the
-    pickle.
-    """
+    """Returns a head and the buffers of 1 MiB or more. The head has their number, their sizes and the pickle."""
     bodies: list[Any] = []
 
     def is_in_band(buffer: Any) -> bool:
