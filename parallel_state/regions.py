@@ -11,7 +11,7 @@
     all_gather_last_dim_from_tensor_parallel_region    all-gather, last dim      reduce-scatter, last dim
     reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
 
-Unlike with the plain ops, the ranks compute *one* loss together: the gradient of a replicated tensor is already
+The ranks compute *one* loss together, unlike with plain collectives: the gradient of a replicated tensor is already
 complete on every rank. Higher-order gradients follow the same table, also under torch.func.
 
 Every rank of `group` (default: the tensor-parallel group) must call the function. The dim of a slice must be divisible

@@ -1,4 +1,4 @@
-"""Computes the layers of pipeline stages, as several engines define them."""
+"""Computes the layers of pipeline stages, as vLLM and SGLang define them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Getters of every group: by this library's short names, and by the long names of other engines.
+"""Getters of every group: by this library's short names, and by the long names of other projects.
 
     get_ep_group()  get_ep_world_size()  get_ep_rank()  get_ep_src_rank()  get_ep_global_ranks()  try_get_ep_group()
     get_expert_model_parallel_group()  …         if Megatron-core, vLLM or SGLang has the name

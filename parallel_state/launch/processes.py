@@ -156,7 +156,9 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if few file descriptors are free. Otherwise the fork server would exit with a traceback."""
+        """Raises OSError if few file descriptors are free. Without this check, the fork server would exit with a
+        traceback.
+        """
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):

@@ -165,7 +165,7 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports that this node's ranks are done.
+    """Reports in the store that this node's ranks are done.
 
     On the node that serves the store, waits until the ranks of all nodes are done.
     """

@@ -95,7 +95,7 @@ _GETTERS = {
 }
 """Name of a getter -> field of `get_parallel()`.
 
-SGLang calls the experts' dp group "moe_cp". If attention's cp group is larger, "moe_cp" is attention's cp group.
+In SGLang, "moe_cp" is the experts' dp group, or attention's cp group if the latter is larger.
 """
 globals().update(of_groups(__name__, _CALLS))
 globals().update({name: field_getter(__name__, name, *field) for name, field in _GETTERS.items()})
