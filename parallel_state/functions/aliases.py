@@ -243,7 +243,7 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
 
 @host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroys all groups and frees unused memory; `shutdown_ray` also shuts down a loaded Ray."""
+    """Destroys all groups and frees unused memory; `shutdown_ray` also shuts down Ray if loaded."""
     state.destroy_model_parallel()
     state.destroy_distributed_environment()
     ray = sys.modules.get("ray")

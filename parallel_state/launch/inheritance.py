@@ -35,7 +35,7 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Applies the launcher's values to this process, except those that this process isn't permitted to set.
+        """Applies the launcher's umask, cores, limits and signal mask to this process, as far as permitted.
 
         SIGTERM and SIGCHLD stay unblocked.
         """

@@ -171,7 +171,7 @@ class Layout:
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """Returns the group that contains `rank`, or [] if no group does."""
+        """Returns the group of this kind that contains `rank`, or [] if none does."""
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))

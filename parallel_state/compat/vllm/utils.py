@@ -138,7 +138,7 @@ def stateless_init_torch_distributed_process_group(
 ) -> Any:
     """Creates a gloo group, whatever `backend` is, that is independent of torch's default group.
 
-    Rank 0 serves the store. Every rank must call this.
+    Rank 0 serves the group's store. Every rank must call this.
     """
     limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(
