@@ -1,1 +1,1 @@
-"""torch's process groups: ranks agree before they create one; groups with equal ranks and options are shared."""
+"""Creates torch process groups. Ranks first agree that they request the same group. Equal groups are shared."""

@@ -1,6 +1,6 @@
-"""Checks that all ranks request the same group before a rank waits for its peers. All ranks raise the same error.
+"""Checks that all ranks request the same group before a rank waits for its peers. Otherwise all raise the same error.
 
-Without a control plane, nothing is checked: different requests fail at the first call's deadline.
+Without a control plane nothing is checked. Different requests then fail at the deadline of the group's first call.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Agreement:
         timeout_s: float,
         domain: Collection[int] = (),
     ) -> T:
-        """Returns the value of `resolve` once all of `ranks` have made the same request. Each of `ranks` calls it.
+        """Calls `resolve`, which returns a value and this rank's request. Returns the value.
 
-        `resolve` returns the value and the request. It should contain every step that can fail, so that peers receive
-        the error. Raises ConfigMismatchError if two ranks differ, CollectiveTimeoutError, PeerDiedError.
+        Each of `ranks` must call this and waits for the others' requests. Raises ConfigMismatchError if two requests
+        differ. Peers receive the errors of `resolve`, so every step that can fail should be in it.
         """
         try:
             value, request = resolve()
@@ -82,8 +82,8 @@ class Agreement:
     ) -> None:
         """Waits until all `ranks` have made the same request.
 
-        `wrong`: an error that this rank sends instead of a request, and that all ranks raise. `domain`: further ranks
-        whose death ends the wait, because a rank of `ranks` can then be unable to call.
+        `wrong`: an error that this rank sends instead of a request; all ranks then raise. `domain`: further ranks whose
+        death ends the wait.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
@@ -120,10 +120,10 @@ class Agreement:
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
     ) -> str:
-        """Waits until all `ranks` have made the same call. Returns a new name for `what`.
+        """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
-        The name ends with the number of the attempt. A later world thus uses the same names again, by which DTensor's
-        caches find groups. A late rank joins the next attempt. If a rank passes a `problem`, all raise
+        The name ends with the attempt's number, not with a random text, because DTensor's caches find a later world's
+        groups by name. A rank that misses an attempt joins the next. If a rank passes a `problem`, all ranks raise
         CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
@@ -164,7 +164,7 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Tells the other ranks that this rank failed to create the group. Waits at most 0.5 s for replies."""
+        """Sends the other ranks the reason why this rank can't create the group. Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
@@ -178,7 +178,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes the store's addresses of the previous attempt. No rank uses them after `meet`."""
+        """Deletes this rank's address of the previous attempt from the store. No rank uses the address after `meet`."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

@@ -1,4 +1,4 @@
-"""Describes a process group that the program made, and prepares this library's groups for its ranks."""
+"""Prepares the use of a process group that the program created."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""The first channel that this library uses. Tags are made from channels. High tags differ from the program's."""
+"""The library's first channel. Message tags are made from channels; high numbers avoid the program's own tags."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 class GivenGroup(NamedTuple):
     process_group: Any
     ranks: list[int]
-    """Global, in the order of the group."""
+    """Global ranks, in the order of the group."""
     device: torch.device
     backend: str
     cpu_group: Any
@@ -47,11 +47,11 @@ class GivenGroup(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns a text that is equal on all ranks, and differs from that of other groups of the same ranks."""
+        """Returns a text that is equal on all ranks of the group, but differs for another group of the same ranks."""
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:
-        """Returns a channel that this process group hasn't used. Every rank must call it in the same order."""
+        """Returns an unused number, from which message tags are made. All ranks must call this in the same order."""
         number = _CHANNELS.get(self.process_group, _FIRST_CHANNEL)
         _CHANNELS[self.process_group] = number + 1
         return number
@@ -114,10 +114,7 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Compiles the native code before deadlines start, because this can take a minute. Removes leftovers in /dev/shm.
-
-    GPU groups need the code as well: their messages use shared memory of the host.
-    """
+    """Compiles the native code, because compiling can take longer than deadlines. Removes leftovers in /dev/shm."""
     from device_communicators.c10d import control_store, extension
     from device_communicators.cpu import native
     from device_communicators.cpu.segment import sweep
@@ -155,7 +152,7 @@ def agree_on_settings(
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
-    """Returns a unique prefix for one world's names. Every rank of `group` calls it."""
+    """Returns a random prefix for the names of a world, equal on all ranks. Every rank of `group` must call this."""
     # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
     size = dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Options of an axis's process groups, with their checks."""
+"""Options for the process groups of one parallel axis, and checks of the options."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from device_communicators.base.torch_internals import set_nccl_timeout
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options for the process groups of one axis. None: the value given to initialize_model_parallel.
+    """Options for the process groups of one axis. A backend or timeout of None is replaced by
+    initialize_model_parallel's.
 
-    The last four are for NCCL only. `cga_cluster_size` is the size of thread-block clusters. The numbers of CTAs are
-    per communicator.
+    The last four are for NCCL only. `cga_cluster_size` is the size of thread-block clusters. `min_ctas` and `max_ctas`
+    limit the thread blocks of a communicator.
     """
 
     backend: str | None = None
@@ -66,7 +67,7 @@ class GroupOptions:
 
     @property
     def meets(self) -> bool:
-        """True if creating the group waits for the other ranks. With NCCL only the first call does."""
+        """True if creating the group waits for the other ranks. With NCCL, only the group's first call waits."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property

@@ -1,10 +1,9 @@
 """Creates torch process groups from rank lists. Equal groups are shared, and destroyed with their last user.
 
-Strategies, by the ranks that create a group:
-- `local`: its members only.
-- `split`: all ranks, in one call for all lists, by splitting the communicator of a bound device.
-- `global`: all ranks, for backends that need it. Each rank calls `new_group` for every list, also for lists that don't
-  contain the rank.
+The strategy says which ranks call torch to create a group:
+- `local`: only the group's members.
+- `split`: all ranks of the world. One call splits the communicator of a bound device into all groups of a kind.
+- `global`: all ranks of the world, as some backends require. Each rank calls `new_group` even for groups without it.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ RankLists = Sequence[Sequence[int]]
 
 
 _Key = tuple[tuple[int, ...], GroupOptions, int, str]
-"""Ranks, options, kind, and root of the failure domain.
+"""Identifies a group: ranks, options, number, and name of the failure domain.
 
-The kind is 0 if the members created the group, 1 if all ranks did, and 2 or more for unshared groups. Groups of
-different roots share no connections: one of them can keep working after the other failed in the middle of a call.
+The number is 0 if the members created the group, 1 if all ranks did, and 2 or more for unshared groups. Groups of
+different failure domains share no connections, so one of them still works after the other has failed.
 """
 
 
@@ -87,9 +86,8 @@ class ProcessGroupPool:
         watcher: Watcher | None = None,
         joined: bool = False,
     ) -> None:
-        """`token`: separates worlds on the same store. `joined`: the program made the default group.
-
-        `alone_over`: the backend of a world of one rank without a default group.
+        """`token`: prefix that separates the names of worlds on the same store. `joined`: the program, not this
+        library, created torch's default group. `alone_over`: backend of a world of one rank without a default group.
         """
         self.world_size = 1 if alone_over else dist.get_world_size()
         self.rank = 0 if alone_over else dist.get_rank()
@@ -125,9 +123,9 @@ class ProcessGroupPool:
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Ends the creation of any group in the body if one of `ranks` dies.
+        """Makes any creation of a group in the `with` block fail if one of `ranks` dies, even one outside of the group.
 
-        Otherwise rank A waits for a live rank B, which has already given up because rank C died.
+        Otherwise rank A could wait for a live rank B, which has given up because rank C died.
         """
         before, self._division = self._division, tuple(ranks)
         try:
@@ -148,14 +146,14 @@ class ProcessGroupPool:
         root: str = "",
         unshared: bool = False,
     ) -> Acquired:
-        """Returns the group of `ranks` (global, ascending, including this one). Every member must call it; ranks
-        acquire their groups in the same order.
+        """Returns the group of `ranks` (global, ascending, including this one). Every member must call this. All ranks
+        must acquire their groups in the same order.
 
-        - `division`: a function that returns all rank lists of this kind, which together are the world. If given, every
-          rank of the world must call.
-        - `near`: groups that exist longer than the returned one. If one of them has the same ranks, options and root,
-          it is returned.
-        - `unshared`: always creates a new group. Threads need groups of their own, because gloo matches a group's
+        - `division`: a function that returns the rank lists of this group and its siblings, which divide the world. If
+          given, every rank of the world must call.
+        - `near`: groups that outlive the returned one. One with the same ranks, options and `root` is returned.
+        - `root`: name of the failure domain. Groups of different domains aren't shared.
+        - `unshared`: always creates a new group. Each thread needs its own group, because gloo matches a group's
           operations by their order.
         """
         if self._closed:
@@ -193,13 +191,13 @@ class ProcessGroupPool:
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """Returns a number from which transfer tags are made. The group's members must call it in the same order."""
+        """Returns a number from which transfer tags are made. The group's members must call this in the same order."""
         with self._lock:
             self._channels[tuple(ranks)] += 1
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Returns True if all ranks together split the world's communicator to make these groups."""
+        """Returns True if groups with these options are created by splitting the world's communicator."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -246,7 +244,7 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Creates a group; only its members call this.
+        """Creates a group. Only the group's members call this.
 
         Each attempt uses a new name, because the store keeps the addresses of a failed attempt.
         """
@@ -342,15 +340,15 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program made the group. With `everyone`, also for the default group."""
+        """Returns True if the program, not this library, made the group; for the default group, only with `everyone`."""
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
-        """Gives back a group; the last `release` destroys it. Ranks that acquired a group together must release it
-        together.
+        """Gives back a group; the last user's call destroys it. Ranks that acquired a group together must also release
+        it together.
 
-        `failed`: the group may have operations that never complete.
+        `failed`: some operations of the group perhaps never complete.
         """
         with self._lock:
             if failed:
@@ -376,9 +374,9 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Ends the waits in process groups, or only in failed ones.
+        """Ends all blocked calls in process groups; with `failed_only`, in failed groups only.
 
-        Destroying a gloo group would otherwise block, and other ranks would wait until their deadlines.
+        Otherwise, destroying a gloo group would block, and other ranks would wait until their deadlines.
         """
         for key in list(self._failed if failed_only else self._groups):
             self._abandon(key, self._groups.get(key))
