@@ -106,7 +106,9 @@ def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | Non
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns True if this process is global rank 0. Needs no init. Raises SettingError for invalid variables."""
+    """Returns True if this process is global rank 0. Works before initialization. Raises SettingError for invalid
+    variables.
+    """
     return detect(environ, rendezvous=False).rank == 0
 
 
@@ -145,9 +147,9 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun or `launch` serves the store.
+    """Returns True if torchrun, or this library's `launch`, serves the store of the rendezvous.
 
-    `launch` sets no variable for this, because programs that a rank starts would inherit the variable.
+    `launch` sets no environment variable for this, because programs that a rank starts would inherit the variable.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True

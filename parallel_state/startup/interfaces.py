@@ -46,7 +46,7 @@ class Address(NamedTuple):
     """Start of the process in the kernel's clock ticks. Distinguishes two processes that had the same PID."""
     endpoint: str = ""
     cores: str = ""
-    """Cores that the ranks of this host divide, such as `0-3,8`."""
+    """Cores that the ranks of this host divide among themselves, such as `0-3,8`."""
     obstacle: str = ""
     """Reason why this process can't listen for connections of other ranks; empty if listening works."""
 
@@ -109,7 +109,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Finds a rank whose control plane other ranks can't reach.
+    """Finds a rank that other ranks can't reach over the control plane.
 
     Returns this rank, the rank's Address and the reason, or [].
     """

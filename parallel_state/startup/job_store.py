@@ -1,4 +1,4 @@
-"""Keeps the store that `launch` gave to this process alive: torch's C++ code holds no reference to the store."""
+"""Keeps a reference to the store that `launch` passed to this process, because torch's C++ code keeps none."""
 
 from __future__ import annotations
 

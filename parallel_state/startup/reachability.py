@@ -23,7 +23,7 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""Longest duration of the check. The check also takes at most half of the time that is left for the start."""
+"""Longest duration of the check. The check also takes at most half of the time until the start-up's deadline."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
@@ -83,9 +83,9 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Exchanges the unreached pairs of all `ranks`; `value` has those of this rank.
+    """Exchanges between all `ranks` which ranks can't be reached. `value` has the findings of this rank.
 
-    Returns the ranks' decision and all pairs. Ends early if one of `watched` exits.
+    Returns the decision and all findings. Ends early if one of `watched` exits.
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
@@ -140,7 +140,7 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns a pair whose unreached rank occurs in most pairs, or else the first pair."""
+    """Finds the rank in most pairs. Returns a pair in which this rank is the unreached one, or else the first pair."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])

@@ -4,8 +4,8 @@ Rank 0 publishes the address of its control plane under the key. This control pl
 other rank writes an entry into the world's store; the entry vanishes when the rank exits. Rank 0 waits for all entries,
 publishes its decision (the world starts, or an error), and clears the key.
 
-A rank that reaches the launcher's store but not rank 0 writes a complaint there. Rank 0 deletes the first complaint,
-because rank 0 was perhaps only suspended. If the rank complains again, all ranks raise the same error.
+A rank that reaches the launcher's store but not rank 0 writes a complaint into that store. Rank 0 deletes the first
+complaint, because rank 0 was perhaps only suspended. If the rank complains again, all ranks raise the same error.
 
 If rank 0 doesn't have the compiled library, the world's store is a part of the launcher's store. Exits of ranks are
 then detected only at the deadline.
@@ -78,8 +78,7 @@ appended.
 _LATE = "late"
 _VERDICT, _HEARD, _ROSTER, _GAVE_UP = "verdict", "heard", "roster", "gave up"
 _GONE, _NOTHING = "gone/", "?"
-"""`_GONE` is the prefix of an entry's key after the entry's rank exited. `_NOTHING` stands for a key without a value.
-"""
+"""`_GONE` is put before the key of a rank's entry when the rank exits. `_NOTHING` stands for a missing value."""
 _WORLD_BEFORE = "the control plane of the world before"
 _NO_WORLD = "rank 0 has not opened a world there"
 _COMPLETE, _SIZES, _MISSING, _ENDED = "complete", "sizes", "missing", "ended"
@@ -108,10 +107,10 @@ class Met(NamedTuple):
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns the address at which other ranks reach this one, `rank`.
+        """Returns the address at which other ranks reach this rank, `rank`.
 
-        This is `towards_store`, the local address on the route to the store. If that is loopback and the world has
-        several hosts, it is the rank's address in `places`.
+        Returns `towards_store`, the local address on the route to the store. If this is a loopback address but the
+        world has several hosts, returns the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -364,7 +363,7 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits for all ranks. Returns rank 0's decision, and the number of ranks that should read the decision."""
+        """Waits for all ranks. Returns the decision (start or error), and the number of ranks that should read it."""
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
@@ -406,7 +405,7 @@ class _Meeting:
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
         """Returns True if a rank repeats its complaint that rank 0 can't be reached.
 
-        Deletes the first complaint, because this process was perhaps only suspended, or the network interrupted.
+        Deletes the first complaint, because rank 0 was perhaps only suspended, or the network interrupted.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
@@ -489,7 +488,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises the error of a start that failed before this rank took part in it. Raises it only once."""
+        """Raises the error of a start that failed before this rank took part. Raises the same error only once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -510,7 +509,7 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision. Returns False if a later start has replaced this world, or its size differs."""
+        """Waits for rank 0's decision. Returns False if this world has another size, or a later start replaced it."""
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())
@@ -544,7 +543,7 @@ class _Meeting:
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
-        """Reads rank 0's decision. Returns False for a world of another size; raises a failed start's error."""
+        """Reads rank 0's decision. Returns False if the world has another size. Raises a failed start's error."""
         verdict = json.loads(world.get(_VERDICT))
         if verdict[0] != _COMPLETE:
             with contextlib.suppress(dist.DistError):
@@ -695,7 +694,7 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
 
 
 def _try_get(store: BoundedStore, key: str) -> str:
-    """Returns the value of `key`, or "" without one. `get` would block if the key vanished after a check."""
+    """Returns the value of `key`, or "" if the store has no such key. `get` would block."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
 

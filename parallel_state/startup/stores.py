@@ -52,7 +52,7 @@ class StoreWay(NamedTuple):
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
     """Finds the store that `init_method` names. Waits up to 60 s until the name of rank 0's host resolves.
 
-    Raises InvalidArgumentError for an invalid method, and RendezvousError without a usable address.
+    Raises InvalidArgumentError for an invalid method, and RendezvousError if no address is usable.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]
@@ -95,9 +95,9 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields once for each poll of a server, and sleeps between the polls.
+    """Yields once for each poll of a server, and sleeps between the polls, longer if more `ranks` poll.
 
-    Sleeps longer if more ranks (`ranks`) poll the same server. Yields at least once, and a last time at the deadline.
+    Yields at least once, and a last time at the deadline.
     """
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)
@@ -193,8 +193,7 @@ def _stranger_at(address: tuple[str, int]) -> str:
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
     """Raises RendezvousError if a connection to `address` doesn't arrive at `listener`.
 
-    This check must precede TCPStore, whose thread can't be interrupted. If that thread returns while the interpreter
-    exits, SIGABRT ends the process.
+    Call this before creating a TCPStore, which can't be interrupted.
     """
     cause: OSError | None = None
     for _ in looks(deadline):  # a proxy in front of this host may forward connections only later
@@ -218,9 +217,9 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns the address to listen on.
+    """Returns `host`, as the address to listen on, if it is "localhost" or an IP address of this machine.
 
-    Returns None (all interfaces) for a name, because other hosts can resolve the name differently.
+    Otherwise returns None (all interfaces), because other hosts can resolve a name differently.
     """
     if host == "localhost":
         return host
@@ -322,9 +321,8 @@ _SHOWN_BYTES = 48
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
     """Returns once a TCPStore has answered. Without a store, torch's client would block in C++ for its whole timeout.
 
-    Sends VALIDATE, a magic number, and PING with a random number, which a store returns (torch 2.3 to 2.15). Raises
-    ForeignServiceError if another service answers. Raises OSError if nothing answers: a store is shutting down, or a
-    proxy's server hasn't started.
+    Sends a PING with a random number, which a store returns (torch 2.3 to 2.15). Raises ForeignServiceError if another
+    service answers, and OSError if nothing answers.
     """
     nonce = os.urandom(_NONCE_BYTES)
     deadline = max(deadline, time.monotonic() + _LEAST_S)
