@@ -40,7 +40,7 @@ class Job(NamedTuple):
     world: list[int]
     states: dict[int, State]
     answers: dict[int, Any]
-    """Answers of the ranks on this host, by PID."""
+    """PID -> state that a rank on this host sent."""
     others: list[int]
     """PIDs of ranks of the same job in other worlds."""
 

@@ -1,4 +1,4 @@
-"""Collectives of this library and of torch.distributed, as candidates of a benchmark."""
+"""Calls collectives of this library and of torch.distributed for benchmarks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 4
 
 
 class Exchange(NamedTuple):
-    """A candidate: `call` takes a rank's input and returns the rank's output."""
+    """A measured implementation: `call` takes a rank's input and returns the rank's output."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
@@ -32,13 +32,13 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """Runs the candidates of one library. `bench/worker.py` describes the methods prepare, check and run."""
+    """Runs one library's implementations of collectives. `bench/worker.py` describes prepare, check and run."""
 
     rank: int
     size: int
     device = torch.device("cpu")
     only: Sequence[str] | None = None
-    """Names of the candidates to measure; None selects all."""
+    """Names of the implementations to measure; None selects all."""
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         raise NotImplementedError
@@ -112,7 +112,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
-    """Returns a function that calls `operation` of this library, and a function that works in place, or None."""
+    """Returns a function that calls this library's `operation`, and the in-place variant or None."""
     rank = group.rank_in_group
 
     def barrier(x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
 
 
 def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Creates a tensor of test values. Repeats a period of 7 values, because a ramp of int64 would need more memory."""
+    """Creates a tensor of test values. Values have a period of 7, because a ramp of int64 would need more memory."""
     period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
     return period.repeat(-(-count // 7))[:count].contiguous()
 

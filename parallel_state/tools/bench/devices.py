@@ -74,7 +74,7 @@ class Captured:
     """A captured call. `replay()` uses the current values of the inputs and writes `outputs`."""
 
     standing_in = False
-    """True while the CPU makes a call in place of a graph. Tests read this flag."""
+    """True while a call runs on the CPU, which has no graphs. Tests read this flag."""
 
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs

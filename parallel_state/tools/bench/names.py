@@ -1,4 +1,4 @@
-"""Names of operations and candidates. Doesn't import torch."""
+"""Names of measured operations and implementations. Doesn't import torch."""
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
 PING_PONG = "ping_pong"

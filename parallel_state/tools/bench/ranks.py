@@ -1,4 +1,4 @@
-"""Measures the candidates of `bench` in the ranks of one program."""
+"""Measures several implementations of an operation, all in the same processes."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
-    """Measures all operations, and calls `show` on rank 0 after each of them. Every rank must call this.
+    """Measures all operations, and calls `show` on rank 0 after each operation. Every rank must call this.
 
     Returns True if a candidate failed.
     """

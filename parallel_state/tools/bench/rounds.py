@@ -19,7 +19,7 @@ class Plan:
     round_s: float = 0.005
     most_calls: int = 2000
     case_s: float = 8.0
-    """Longest time for one case. Slow cases get fewer rounds, but at least 3."""
+    """Longest time for one operation with one size. Slow cases get fewer rounds, but at least 3."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Row:
     case: dict[str, Any]
     us: dict[str, list[float]] = field(default_factory=dict)
     wrong: dict[str, str] = field(default_factory=dict)
-    """Candidate -> problem. Such a candidate has no samples."""
+    """Candidate -> problem. A candidate with a problem has no samples."""
     calls: dict[str, int] = field(default_factory=dict)
 
 
@@ -37,7 +37,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures all candidates for one case, and returns their samples. Removes failed teams from `teams`."""
+    """Measures all candidates for one case, such as all_reduce of 1 KiB. Removes teams that fail from `teams`."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]
@@ -83,7 +83,7 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Calls `method` on all ranks of the team and returns their answers. Returns None if the team failed."""
+    """Calls `method` on all ranks of `team` and returns their answers. Returns None if the team failed."""
     if team not in teams:
         return None
     try:

@@ -23,7 +23,7 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank: `elapsed_s` of all calls, or the time at which each call started or ended.
+    """The times of one rank: `elapsed_s`, the duration of all calls, or the time at which each call started or ended.
 
     One rank reports starts, the others ends, in ns of the host's clock. A call ends when its last rank reports the end.
     """

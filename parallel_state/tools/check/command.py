@@ -122,7 +122,7 @@ def _exit_after(limit_s: float) -> None:
 
 
 def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Prints the report. Of the ranks that couldn't reach the others, one per host prints to stderr."""
+    """Prints the report, or writes it as JSON. If ranks didn't reach each other, one rank of each host prints."""
     report = outcome.report
     if report is None:
         return

@@ -33,7 +33,7 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Arrival number of a rank that stopped answering -> the last stage that the rank reported."""
+    """Number of a rank that stopped answering, in the order of arrival -> last stage that the rank reported."""
     met: bool = True
     """False if this rank reached no other rank and has only its own facts."""
 
@@ -161,11 +161,11 @@ def networks_of(interface: Interface) -> set[str]:
 
 
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
-    """Yields key, value and median of outliers.
+    """Yields key, value and median for each value that is too high, or too low if `high` is False.
 
-    An outlier is off by a factor of more than `ratio` and by more than three standard deviations. The standard
-    deviation is estimated from the median absolute deviation of the logarithms. With fewer than four values, an outlier
-    must be off by twice the ratio. Of two values, the better one counts as the median.
+    Such a value differs from the median by a factor of more than `ratio` (twice the ratio for fewer than four values)
+    and by more than three standard deviations. The standard deviation is estimated from the median absolute deviation
+    of the logarithms.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return
@@ -196,7 +196,7 @@ def core_times(evidence: Evidence, number: int) -> list[float]:
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns kind of group -> ranks of a group -> measurements by the slowest of these ranks."""
+    """Returns kind of group -> ranks of each group -> measurements by the group's slowest rank."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

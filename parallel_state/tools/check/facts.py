@@ -32,7 +32,7 @@ class Place(msgspec.Struct):
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """Error in the launcher's environment variables. Numbers that couldn't be read have defaults."""
+    """Error in the launcher's environment variables. Unreadable numbers have defaults."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
@@ -132,7 +132,7 @@ class Facts(msgspec.Struct):
     probe: list[str] = []
     """Address, port and token of this rank's `links.Listener`; empty if there is no listener."""
     late: dict[str, str] = {}
-    """Name of a fact that couldn't be collected -> reason."""
+    """Name of a value that couldn't be read -> reason."""
 
     @property
     def host_key(self) -> str:
@@ -141,7 +141,7 @@ class Facts(msgspec.Struct):
 
 class Link(msgspec.Struct):
     source: int
-    """Arrival number of the rank that measures; `target` is the arrival number of the measured rank."""
+    """The rank that measures, by its number in the order of arrival; `target` is the measured rank."""
     target: int
     problem: str = ""
     kind: str = ""

@@ -90,7 +90,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of measurements between hosts. `leaders` has the arrival number of one rank per host.
+    """Returns rounds of measurements between hosts. `leaders` has one rank of each host.
 
     A round is a list of pairs (measuring rank, measured rank). For up to 24 hosts, returns all pairs, by the circle
     method; a host is in at most one pair of a round. With more hosts, each host measures only to the hosts at distances
@@ -165,7 +165,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Measures bandwidth. Doubles the size until a run takes a quarter of the time budget."""
+    """Measures bandwidth. Doubles the message size until a run takes a quarter of `budget_s`."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):
@@ -183,7 +183,7 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Returns the better figures of two measurements of a link. Returns `two` if the second measurement failed."""
+    """Combines two measurements of a link: takes each figure's better value. Returns `two` if the second failed."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two

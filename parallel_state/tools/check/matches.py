@@ -1,4 +1,4 @@
-"""Selects the groups of ranks to which a rule applies, and fills in the rule's text."""
+"""Selects the ranks to which a rule of `check` applies, and fills in the rule's text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Match:
     ) -> None:
         """A group of ranks to which a rule applies.
 
-        `ranks` and `hosts` default to those of `group`, and `severity` and `fix` to those of the rule. `words` fill in
-        the rule's text.
+        `ranks` and `hosts` default to those of `group`, and `severity` and `fix` to those of the rule. `words` are
+        values for the fields of the rule's text.
         """
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
@@ -44,7 +44,7 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Applies `test` to each group of ranks on one host that have equal keys. Ignores ranks whose key is None."""
+    """Groups the ranks of each host by `key`, and applies `test` to each group. Ignores ranks whose key is None."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -59,7 +59,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Applies `test`, for each key, to all ranks that have this key."""
+    """Applies `test` to each group of ranks with a common key. A rank can have several keys."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
@@ -85,7 +85,7 @@ def described_by(read: Callable[[Facts], str]) -> Predicate:
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Matches the ranks whose value isn't the most frequent one."""
+    """Matches the ranks for which `read` doesn't return the most frequent value."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -112,7 +112,7 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Fills in the text `found`. A field names a word of the match, a key of `_WORDS`, or a fact of the first rank."""
+    """Formats `found`. A field is one of `match.words`, a key of `_WORDS`, or an attribute of the first rank."""
     return _Formatter(evidence, match.group).vformat(found, (), match.words)
 
 

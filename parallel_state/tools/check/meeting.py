@@ -1,7 +1,7 @@
 """Exchanges the facts of all ranks before any group is created, through the launcher's store or rank 0's store.
 
-Ranks register as arrival 1, 2, …, which shows duplicate and surplus ranks. The leader is the rank that serves the
-store, or else the first arrival.
+Ranks are numbered in the order in which they register. The leader is the rank that serves the store, or else the first
+that registered.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """The message that the leader sends when the leader stops waiting for ranks."""
+    """The leader's message to all ranks, sent when the registration has ended."""
 
     arrivals: list[Facts]
-    """Facts of all ranks; arrival number n is `arrivals[n - 1]`."""
+    """Facts of all ranks, in the order in which the ranks registered."""
     links: list[list[tuple[int, int]]]
 
 
 class Meeting:
-    """Exchanges values through the store. Every method returns by its deadline."""
+    """Exchanges values between ranks through the store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """If `leads` is None, the first arrival is the leader."""
+        """`leads`: True if this rank is the leader; None if the first rank to register is the leader."""
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
         self._kept = store  # PrefixStore doesn't keep a store that is implemented in Python alive
         self.arrival = 0
@@ -79,9 +79,9 @@ class Meeting:
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Waits for the ranks of the world, and returns all arrivals, even surplus ones.
+        """Waits for the ranks of the world. Returns the facts of all registered ranks, even surplus ones.
 
-        Returns early if enough processes arrived but ranks or world sizes conflict, because waiting can't fix that.
+        Returns early if enough processes registered but ranks or world sizes conflict.
         """
         found: list[Facts] = []
         late_until = None
@@ -99,12 +99,12 @@ class Meeting:
             time.sleep(PAUSE_S)
 
     def settle(self, seen: list[Facts]) -> list[Facts]:
-        """Waits 0.2 s for surplus ranks, and returns all arrivals."""
+        """Waits 0.2 s for surplus ranks. Returns `seen` and the facts of ranks that have registered since."""
         time.sleep(_SETTLE_S)
         return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
-        """Adds `amount` to a counter. Then waits until the counter is `total`, or until the deadline."""
+        """Adds `amount` to the counter `key`. Then waits until the counter is `total`, or until the deadline."""
         count = int(self._store.add(key, amount))
         for _ in looks(deadline):
             if count >= total:

@@ -1,4 +1,4 @@
-"""Predicates of `rules` that are longer than a line."""
+"""Finds the ranks to which a rule of `check` applies. One-line predicates are in `rules.py`."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Returns MASTER_ADDR if several hosts use the same address and rank 0 serves the store, else ""."""
+    """Returns MASTER_ADDR if rank 0 serves the store and several hosts have the same value, else ""."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""
@@ -255,7 +255,7 @@ _LATENCY_US = 300.0
 _NOMINAL = 0.1
 _GIGABIT = 0.9e9 / 8
 _LOSS = 0.012
-"""Smallest share of lost packets, in two runs, that is reported. A queue that overflows for a moment loses less."""
+"""Smaller shares of lost packets aren't reported: a queue that overflows for a moment loses less."""
 _FEW_SEGMENTS = 200
 
 
@@ -265,7 +265,7 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Matches links whose problem is of this kind. `blocked` stands for all kinds except `stranger` and `broken`."""
+    """Matches links whose problem is of `kind`. `blocked` means any kind except `stranger` and `broken`."""
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)
@@ -356,7 +356,7 @@ def _offset(offset_s: float) -> str:
 _OF_EACH_RANK = re.compile(
     r"(NCCL|GLOO)_SOCKET_IFNAME|NCCL_IB_HCA|NCCL_(DEBUG_FILE|TOPO_FILE|TOPO_DUMP_FILE|GRAPH_FILE|HOSTID|NODE_RANK)"
 )
-"""Variables that rightly differ between ranks or hosts."""
+"""Environment variables that are allowed to differ between ranks or hosts."""
 _COMPARED = re.compile(r"(NCCL|GLOO|TORCH_NCCL|PARALLEL_STATE)_\w+|OMP_NUM_THREADS")
 _CRIPPLING = {
     "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NVLS_ENABLE": "0",
@@ -365,7 +365,7 @@ _CRIPPLING = {
 
 
 def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
-    """Matches ranks whose compiled library differs. If `none`, matches only if no rank has the library."""
+    """Matches ranks whose compiled library differs; with `none`, all ranks if no rank has the library."""
     looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     if any(facts.versions.compiled for facts in looked) or not looked:
         return [] if none else differing(_compiled)(evidence)
@@ -443,7 +443,7 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """Finds the smallest affinity mask that contains the masks of more ranks than it has cores."""
+    """Finds the smallest affinity mask with fewer cores than ranks that are bound to these cores."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):

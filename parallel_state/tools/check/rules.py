@@ -1,7 +1,6 @@
 """Lists the rules of `check`, one row each; docs/check.md shows the table.
 
-`found` is a format string over the facts of the matching ranks (`matches.text_of`). Rules read only the collected facts
-and measurements.
+`found` is a format string, which `matches.text_of` fills in. Rules read only the collected facts and measurements.
 """
 
 from __future__ import annotations
@@ -448,7 +447,7 @@ RULES: dict[str, Rule] = {
 def finding(
     code: str, found: str, ranks: Iterable[int] = (), hosts: Iterable[str] = (), *, severity: str = "", fix: str = ""
 ) -> Finding:
-    """Creates a finding by rule `code`. `severity` and `fix` replace the values of the rule."""
+    """Creates a finding by rule `code`. `severity` and `fix` replace those of the rule."""
     rule = RULES[code]
     where = sorted(set(ranks)), list(dict.fromkeys(hosts))
     return Finding(severity or rule.severity, code, found, rule.why, fix or rule.fix, *where)

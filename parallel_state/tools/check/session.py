@@ -1,7 +1,4 @@
-"""Runs the check on one rank: facts, exchange, measurements, traffic.
-
-Every problem becomes a finding in a report.
-"""
+"""Runs the check on one rank. Every problem becomes a finding in the report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Collects the facts of one process.
+"""Collects the data about one process that `check` needs.
 
-Nothing here waits for a peer. Slow sources (name server, driver, compiler) have a deadline. If a fact can't be read,
+Nothing here waits for a peer. Slow sources (name server, driver, compiler) have a deadline. If a value can't be read,
 the reason is recorded instead.
 """
 
@@ -60,7 +60,7 @@ VARIABLES = re.compile(
 
 
 def collect(deadline: float) -> Facts:
-    """Returns the facts of this process. A fact that isn't known by `deadline` (monotonic) is listed in `late`."""
+    """Describes this process and its host. A value that isn't known by `deadline` (monotonic) is listed in `late`."""
     found = Facts(place(), boot_id=host.boot_id(), pid=os.getpid())
     parts: dict[str, Callable[[], Any]] = {
         "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
@@ -188,7 +188,7 @@ def _program(words: list[str]) -> str:
 
 
 def network() -> Network:
-    """Returns the facts of the network, without looking up names."""
+    """Describes the network, without looking up names."""
     found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()
@@ -387,7 +387,7 @@ def run_cpu(repeats: int = 25) -> float:
 
 
 def gpus() -> Gpus:
-    """Returns the facts of the GPUs without creating a CUDA context. Leaves `own` empty, which `with_own_gpu` sets."""
+    """Describes the GPUs, without creating a CUDA context. `with_own_gpu` sets this rank's GPU later."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 

@@ -1,4 +1,4 @@
-"""Sends traffic through all groups of the layout. Checks the results of all routes, then measures.
+"""Sends traffic through all groups of the layout. Checks the results, then measures.
 
 All groups of a kind work at the same time. Values are small integers in float32, whose sums are exact in any order.
 """
@@ -22,7 +22,7 @@ from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
 SIZES = (256, 1 << 14, 1 << 18, 1 << 20)
-"""Numbers of elements, below and above the sizes at which the route changes."""
+"""Numbers of elements, below and above the sizes at which another communicator is used."""
 QUICK_SIZES = (256, 1 << 17)
 _LARGE = 1 << 21
 _QUICK_LARGE = 1 << 19
@@ -65,7 +65,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields the groups of this rank with their kinds. The order of kinds is the same on all ranks."""
+    """Yields this rank's groups with their kinds, in an order that is the same on all ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -131,9 +131,9 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Sends to the next rank and receives from the previous one.
+    """Sends to the next rank and receives from the previous one. Returns True if the received values are right.
 
-    Even ranks, except the last rank, send first, because otherwise all ranks could wait for each other.
+    If all ranks sent first, they could wait for each other.
     """
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size

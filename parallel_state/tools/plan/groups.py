@@ -212,7 +212,7 @@ class Communicators:
     all_to_all: bool
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Returns the least and the most memory.
+        """Returns the least and the most memory of the communicators.
 
         The most includes an all-to-all, which can connect every pair of ranks.
         """
@@ -221,7 +221,7 @@ class Communicators:
 
 
 def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
-    """Counts the communicators of a rank. Rank 0 has the most, because only first stages have both embedding groups."""
+    """Counts the communicators of a rank. No rank has more than rank 0."""
     made = [kind for kind in plan.kinds if kind.made]
     return Communicators(
         made=_sets_of(plan, rank, made),

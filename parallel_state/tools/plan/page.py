@@ -71,8 +71,8 @@ def for_script(text: str) -> str:
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the data from which `page.js` computes the groups: grids, axes and kinds of groups.
 
-    For groups at the ends of pipelines, `places` has the positions of a group's ranks in the pipeline. For groups that
-    divide larger groups, `parts` has the numbers of each larger group's parts.
+    For embedding groups, `places` lists the pipeline stages of a group's ranks. For groups that divide larger groups,
+    `parts` lists the numbers of the groups in each larger group.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {

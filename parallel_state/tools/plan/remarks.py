@@ -1,4 +1,4 @@
-"""Finds problems of a layout (warnings) and makes other remarks (notes). Each has its own function."""
+"""Finds problems of a layout (warnings) and makes other remarks (notes)."""
 
 from __future__ import annotations
 

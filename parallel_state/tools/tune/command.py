@@ -32,7 +32,7 @@ RUN_S = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 1 if there is no row for some number of ranks, and 2 without a GPU."""
+    """Runs the command. Returns 1 if tuning failed for some number of ranks, and 2 without a GPU."""
     parser = command_parser("tune", "[options]", __doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, up to the number of GPUs")
     parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes per rank")
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _keep(row: Thresholds | None, path: Path) -> None:
-    """Writes the row. Does nothing without one: only the first rank has a row."""
+    """Writes `row`, unless it is None."""
     from parallel_state.tools.tune.tuning import write
 
     if row is None:

@@ -35,7 +35,7 @@ from parallel_state.tools.bench.rounds import measure
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
 OTHER, TORCHS = "other", "torch's"
-"""Names of two candidates: the communicator used without peer memory, and torch's own group if that is different."""
+"""Two candidates: the communicator that is used without peer memory, and torch's group if that is another one."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -45,7 +45,7 @@ ORDERS = {
 }
 CALLS_IN_A_GRAPH = 20
 HIDDEN = 4096
-"""Largest row length in the measured norm."""
+"""Largest row length for which the norm is measured."""
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _MOST: dict[str, Any] = dict.fromkeys(_BOUNDS, 1 << 40)
 UNBOUNDED = Thresholds("any", 8, **_MOST, measured=False, source="for measurements only")
@@ -64,7 +64,7 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Runs the fused kernel and returns only the sum. The norm's last bits vary, so a comparison would fail."""
+    """Runs the fused kernel and returns only the sum. The norm isn't compared, because its last bits vary."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -101,7 +101,7 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Measures, chooses and tests. Returns the row of thresholds. Raises TuneError on all ranks or on none."""
+        """Measures kernels, chooses thresholds and tests them. Raises TuneError on all ranks or on none."""
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
@@ -165,7 +165,7 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns an input and its expected output. The input is that of `bench`, plus `number` in each element."""
+        """Returns an input and its expected output. Both depend on `number`."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -274,7 +274,7 @@ def write(row: Thresholds, path: Path) -> None:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Measures on all ranks. Returns the row on the first rank, and None on others. Every rank must call this."""
+    """Measures on all ranks. Returns thresholds on the first rank, and None on others. Every rank must call this."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     # The peer-memory communicator is created below, with UNBOUNDED thresholds.
@@ -308,9 +308,8 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
     """Returns candidate -> largest size in bytes for which the candidate is used (0: none).
 
-    `order` lists the candidates for small sizes first; the result omits the last one. Of all divisions of the sizes,
-    chooses the one with the smallest product of times, so that every size has the same weight. A candidate isn't used
-    for sizes at which it has no time.
+    `order` lists the candidates for small sizes first; the last one is used for the rest and isn't in the result.
+    Minimizes the product of times, so that every size has the same weight.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
