@@ -340,7 +340,10 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program, not this library, made the group. False for the default group, unless `everyone`."""
+        """Returns True if the program, not this library, made the group.
+
+        Without `everyone`, returns False for the default group.
+        """
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
 
