@@ -228,7 +228,7 @@ class NativeUnavailableError(Exception):
 class NativeLibrary:
     def __init__(self, path: Path, has_ops: bool, note: str = "") -> None:
         self.has_ops = has_ops
-        """False if the registered ops run through Python."""
+        """False if the torch ops run through Python."""
         self.note = note
         self.path = path
         self._library = ctypes.CDLL(str(path))

@@ -309,7 +309,7 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Returns the calls and bytes of each op that bypassed Python."""
+        """Counts each op's calls that bypassed Python, and their bytes."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()

@@ -164,8 +164,8 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`. Calls that bypass Python find the object by the group's number `group`, and
-        send with `tag`.
+        """Owns the C++ object at `address`. C++ calls find the object by the group's number `group`, and send with
+        `tag`.
         """
         self.members = members
         self._library = library

@@ -160,7 +160,7 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """Returns a tag for transfers of `kind` (0 to 3). Groups over the same process groups get different tags."""
+        """Returns a tag for transfers of `kind` (0 to 3). Groups with the same process groups get different tags."""
         return 4 * self.channel + kind
 
     def __str__(self) -> str:
@@ -179,13 +179,13 @@ class Communicator(ABC):
     """
 
     tells_sending: ClassVar[bool] = False
-    """True if this communicator calls `begin_sending` before it sends. Failures before that leave the group usable."""
+    """True if this communicator calls `begin_sending` before it sends. Earlier failures leave the group usable."""
 
     def __init__(self, context: GroupContext) -> None:
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates the resources that all ranks must create together, and returns None. If that fails on any rank, every
+        """Creates the resources that all ranks must create together, and returns None. If this fails on any rank, every
         rank frees its resources and returns the reason.
         """
         return None

@@ -37,7 +37,7 @@ class Report:
     sequence: int
     call: str
     timed_out: bool = field(default=False, compare=False)
-    """True if the call timed out. A rank without a report is then perhaps slow instead of dead."""
+    """True if the call timed out. A rank without a report can then be slow instead of dead."""
     before: str = field(default="", compare=False)
     """The last completed call, or empty if unknown."""
 

@@ -185,7 +185,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """If `on`, lets compiled ops call the first communicator's C++ code directly, without this route."""
+        """Starts or stops direct calls of compiled ops to the first communicator's C++ code, without this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -327,7 +327,7 @@ class Route:
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Makes errors name `method` as the user's call, in Python and in C++. All ranks must use this."""
+        """Errors in the block mention `method` as the user's call. All ranks must use this."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:

@@ -61,7 +61,7 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """Interface to a group's calls; a `Route` or a group of torch's backend implements it."""
+    """Interface to a group's calls, implemented by `Route` and by groups of the torch.distributed backend."""
 
     @property
     def context(self) -> GroupContext: ...
@@ -341,7 +341,8 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """Includes the group's calls in this rank's state. Does nothing if the group has no control plane."""
+    """Includes the group's calls in the state that this rank reports. Does nothing if the group has no control plane.
+    """
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return
