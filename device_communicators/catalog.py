@@ -59,8 +59,8 @@ class Row:
     communicator on all ranks.
     """
     agree: Callable[[GroupContext], str | None] | None = None
-    """Returns the reason why the group can't use the communicator, or None, equal on all ranks. Communicates, so every
-    rank calls this.
+    """Returns the reason why the group can't use the communicator, or None. Communicates, so every rank calls this and
+    gets the same result.
     """
     simulated: bool = False
     fake: bool = False

@@ -73,7 +73,7 @@ def _check_backend_options(options: Any) -> None:
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
     """Creates the backend of a group. Every rank of the group calls this. `world`: the ranks whose deaths fail the
-    group; by default that of `World.of`.
+    group; default: `World.of`.
 
     If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
     Raises CommunicationError if ranks are missing.

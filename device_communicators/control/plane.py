@@ -95,8 +95,8 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Leaves all worlds when the program ends. Does nothing after an uncaught exception, so that peers report a
-    death.
+    """Tells peers that this process leaves, when the program ends. Does nothing after an uncaught exception, so that
+    peers report a death.
     """
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
     if raised is None or (isinstance(raised, SystemExit) and not raised.code):
@@ -258,8 +258,8 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Starts the thread that runs callbacks, if it doesn't run yet. A call before `meet` lets this process answer
-        questions before it joins.
+        """Starts the thread that runs callbacks, if it doesn't run yet. Before `meet`, this lets the process answer
+        questions.
         """
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:

@@ -32,12 +32,12 @@ _PAUSE_S = 0.02
 
 
 class ControlStore(dist.Store):
-    """Client of the store of one world. Thread-safe; threads don't wait for each other.
+    """Client of the key-value store that a `World` serves. Thread-safe; threads don't wait for each other.
 
     Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
     can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError
     for another kind of service, or a ConfigMismatchError for another version of the protocol. torch's C++ code doesn't
-    keep this object alive; see c10d/control_store.py.
+    keep this object alive.
     """
 
     served_by: int | None = None

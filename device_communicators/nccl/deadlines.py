@@ -21,7 +21,7 @@ from device_communicators.routing.failures import died
 logger = logging.getLogger("parallel_state")
 
 GOODBYE_S = 10.0
-"""Timeout of closing a communicator, which is then aborted, and of the abort."""
+"""A communicator that isn't closed within this time is aborted. The abort has the same timeout."""
 _POLL_S = 0.2
 _PAUSE_S = 0.001
 
