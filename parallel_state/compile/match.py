@@ -57,12 +57,12 @@ def all_reduces(graph: Graph) -> list[Node]:
 
 def find(all_reduce: Node) -> Found:
     if set(all_reduce.kwargs) - _TOKEN != {"x", "reduce_op", "group"}:
-        raise NoMatch(f"the all_reduce op has the unknown arguments {sorted(all_reduce.kwargs)}")
+        raise NoMatch(f"the all_reduce op has arguments that fusing doesn't know: {sorted(all_reduce.kwargs)}")
     if all_reduce.kwargs["reduce_op"] != "sum":
-        raise NoMatch(f"the all_reduce computes {all_reduce.kwargs['reduce_op']}, not sum")
+        raise NoMatch(f"the all_reduce computes {all_reduce.kwargs['reduce_op']}, not sum; only sum can be fused")
     results = [node for node in all_reduce.users if node.target is getitem and node.args[1] == 0]
     if len(results) != 1 or len(results[0].users) != 1:
-        raise NoMatch("the result of the all_reduce isn't used by exactly one addition")
+        raise NoMatch("the result of the all_reduce must be used once, by one addition, but is used otherwise")
     reduced = results[0]
     add = next(iter(reduced.users))
     residual = _residual(reduced, add)
@@ -98,7 +98,7 @@ def _residual(reduced: Node, add: Node) -> Node:
 def _one_node(found: Found) -> Found:
     norms = [node for node in found.add.users if node.target in _ONE_NODE and node.args[0] is found.add]
     if not norms:
-        raise NoMatch("no norm of the sum follows")
+        raise NoMatch("no norm follows the addition of the all_reduce's result and the residual")
     norm = norms[0]
     _, shape, weight, eps, *_ = (*norm.args, None, None)
     normed = norm
@@ -112,7 +112,7 @@ def _one_node(found: Found) -> Found:
         normed = results[0]
         found.inside.append(norm)
     if not isinstance(shape, (list, tuple)) or len(shape) != 1:
-        raise NoMatch("the norm is over other dims than the last one")
+        raise NoMatch("the norm is over other dims than only the last dim")
     return _complete(found, normed, weight, eps)
 
 
@@ -143,18 +143,18 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
     if not isinstance(dims, (list, tuple)) or list(dims) not in ([-1], [last]) or mean.args[2:] != (True,):
-        raise NoMatch("the norm is over other dims than the last one")
+        raise NoMatch("the norm is over other dims than only the last dim")
     if mean.kwargs.get("dtype") not in (None, _value(square).dtype):
-        raise NoMatch("the mean is taken in another dtype")
+        raise NoMatch("the norm takes the mean in another dtype than its input's")
     plus = _only_user(mean)
     if plus.target not in (_ATEN.add.Tensor, _ATEN.add.Scalar) or plus.args[0] is not mean or plus.kwargs:
-        raise NoMatch("no eps is added to the mean")
+        raise NoMatch("the norm adds no eps to the mean")
     root = _only_user(plus)
     if root.target is not _ATEN.rsqrt.default:
-        raise NoMatch("no rsqrt follows the mean")
+        raise NoMatch("the norm has no rsqrt after the mean")
     scaled = _only_user(root)
     if scaled.target is not _ATEN.mul.Tensor or _other(scaled, root) not in wides:
-        raise NoMatch("the rsqrt isn't multiplied by the sum")
+        raise NoMatch("the norm's rsqrt isn't multiplied by the sum that the norm got")
     found.inside += [square, mean, plus, root, scaled]
     return scaled, plus.args[1]
 

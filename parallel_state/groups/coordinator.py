@@ -204,7 +204,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.route.check_usable()
         if self.pool is None or not set(ranks) <= set(self.context.ranks):
             raise InvalidArgumentError(
-                f"within must be a coordinator that contains global ranks {format_ranks(ranks)}, but is "
+                f"within= must be a GroupCoordinator that contains global ranks {format_ranks(ranks)}, but is "
                 f"{self.context} of global ranks {format_ranks(self.context.ranks)}"
             )
         root = "" if self.context.domain is None else self.context.domain.root
@@ -607,7 +607,7 @@ def verify_group(group: GroupCoordinator) -> None:
         total = int(group.all_reduce(torch.ones(1, device=group.device)).item())
         if total != group.world_size:
             raise CommunicationError(
-                f"the test all_reduce of {group.context} returned {total} instead of {group.world_size}; see "
-                "NCCL_DEBUG=INFO's log, and check the hosts' network"
+                f"the test all_reduce of {group.context} returned {total} instead of {group.world_size}; set "
+                "NCCL_DEBUG=INFO to log what NCCL does, and check the network between the hosts"
             )
         logger.debug("the first all-reduce of %s gave the right sum", group.context)

@@ -41,7 +41,7 @@ def read(
     if twice:
         raise InvalidArgumentError(
             f"the mesh has the sizes {', '.join(f'{name}={mesh_sizes[name]}' for name in twice)}, but the arguments "
-            f"are {', '.join(f'{name}={given[name]}' for name in twice)}; leave them out"
+            f"are {', '.join(f'{name}={given[name]}' for name in twice)}; leave these arguments out"
         )
     given = {name: size for name, size in given.items() if name not in mesh_sizes}
     order = _order_of(mesh, world)
@@ -87,7 +87,7 @@ def check(mesh: DeviceMesh, layout: Layout, world: GroupCoordinator) -> None:
         by_group = dist.get_process_group_ranks(mesh.get_group(name))
         if not by_mesh == by_layout == by_group:
             raise LayoutError(
-                f"the group along dim {name!r} of the mesh must have this rank's row of the mesh, {by_mesh}, but on "
-                f"rank {world.rank} the process group has {by_group}; create the mesh with init_device_mesh, or pass "
-                "the groups to DeviceMesh.from_group in the order of its dims"
+                f"the group along dim {name!r} of the mesh must have the ranks in this rank's row of the mesh, "
+                f"{by_mesh}, but on rank {world.rank} the process group has ranks {by_group}; create the mesh with "
+                "init_device_mesh, or pass the groups to DeviceMesh.from_group in the order of its dims"
             )

@@ -22,7 +22,9 @@ def device_mesh(groups: ParallelGroups, names: Sequence[str] = (), *, experts: b
     if world.pool is None:
         raise GroupNotInitializedError("a simulated world has no process groups, and so no DeviceMesh")
     if experts and names:
-        raise InvalidArgumentError(f"get_device_mesh takes names or experts=True, but has both: {', '.join(names)}")
+        raise InvalidArgumentError(
+            f"get_device_mesh takes names or experts=True, but got both; the names are {', '.join(names)}"
+        )
     grid = _grid_of(layout, ("ep",) if experts else names)
     wanted = list(names) or _usual(layout, grid)
     is_new = not (names or experts) and groups.is_coordinator and tuple(wanted) not in groups.meshes
@@ -79,8 +81,9 @@ def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str
     for name in rest:
         if name not in layout.names:
             raise LayoutError(
-                f"no mesh can have the dims {', '.join(wanted)}: each dim of a mesh needs a group, but the ranks of "
-                f"{name.partition('/')[0]!r} that are left form none; for a single group use get_group({wanted[0]!r})"
+                f"no mesh can have the dims {', '.join(wanted)}: each dim of a mesh must be a group, but with these "
+                f"dims the rest of {name.partition('/')[0]!r} is no group; for a single group use "
+                f"get_group({wanted[0]!r})"
             )
     dims = sorted([*rest, *wanted], key=lambda name: min(place[axis] for axis in axes_of.get(name, (name,))))
     return dims if [name for name in dims if name in wanted] == list(wanted) else [*rest, *wanted]

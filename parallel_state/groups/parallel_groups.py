@@ -83,7 +83,7 @@ class ParallelGroups:
     def _check(self, group: GroupCoordinator) -> None:
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(
-                f"rank 0 of the world must be rank 0 of every group that contains it, but isn't in {group!r}"
+                f"rank 0 of the world must also be rank 0 of each of its groups, but isn't rank 0 of {group!r}"
             )
 
     def get(self, name: str) -> GroupCoordinator:
@@ -128,8 +128,8 @@ class ParallelGroups:
     def _made(self, name: str) -> GroupCoordinator | None:
         if torch.compiler.is_compiling():
             raise GroupNotInitializedError(
-                f"the {name!r} group doesn't exist yet and can't be created within torch.compile; get it once before "
-                "the compiled code runs, or initialize with eager=True"
+                f"the {name!r} group doesn't exist yet and can't be created within torch.compile; call its getter "
+                "before the compiled code runs, or initialize with eager=True"
             )
         with self.lock:
             group = self.groups.get(name)
@@ -213,8 +213,8 @@ def try_get_current_groups() -> ParallelGroups | None:
     groups = CURRENT.groups
     if groups is POOLED:
         raise UsageError(
-            "the current groups are unknown in this thread-pool worker, because it was started inside `with "
-            "groups.use():` and may run tasks that were submitted elsewhere. Submit `contextvars.copy_context().run, "
+            "the current groups are unknown in this thread-pool worker: the worker was started inside `with "
+            "groups.use():`, but its tasks may come from outside. Submit `contextvars.copy_context().run, "
             "function`, or enter `with groups.use():` in the function"
         )
     return groups
@@ -224,7 +224,7 @@ def current_groups() -> ParallelGroups:
     """Returns the groups that `use()` made current here; raises GroupNotInitializedError outside `use()`."""
     groups = try_get_current_groups()
     if groups is None:
-        raise GroupNotInitializedError("no groups are in use here; enter `with groups.use():` first")
+        raise GroupNotInitializedError("this thread or task uses no parallel groups; enter `with groups.use():` first")
     return groups
 
 
@@ -264,7 +264,7 @@ def create_parallel_groups(
     world.route.check_usable()
     pool = world.pool
     if pool is None:
-        raise GroupNotInitializedError("a simulated world can't be divided; use parallel_state.simulate")
+        raise GroupNotInitializedError("a simulated world can't be divided into groups; use parallel_state.simulate()")
 
     def resolve() -> tuple[_Division, Request]:
         if not isinstance(eager, bool):
@@ -339,7 +339,7 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
             "create_parallel_groups() or simulate()"
         )
     if intra_node_size is not None and intra_node_size < 2:
-        raise LayoutError(f"intra_node_size must be at least 2, or None for all of dp, but is {intra_node_size!r}")
+        raise LayoutError(f"intra_node_size must be at least 2, or None for the dp group, but is {intra_node_size!r}")
     size = groups.layout.size("dp") if intra_node_size is None else intra_node_size
     return groups.divide({"dp_shard": size, "dp_replicate": None})
 

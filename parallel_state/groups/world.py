@@ -116,12 +116,12 @@ def join_default_group(world_size: int, rank: int, local_rank: int, backend: str
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
         raise ConfigMismatchError(
             f"torch.distributed is initialized with rank {found_rank} of {found_size}, but rank {rank} of "
-            f"{world_size} was requested; leave both out to join it, or destroy it first"
+            f"{world_size} was requested; leave rank and world_size out to join that group, or destroy that group first"
         )
     if backend not in (None, found_backend):
         raise ConfigMismatchError(
             f"torch.distributed is initialized with backend {found_backend!r}, but {backend!r} was requested; "
-            "leave backend out to join it"
+            "leave backend out to join that group"
         )
     place = environment.explicit(found_rank, found_size, local_rank, rendezvous=False)
     device = device_of(found_backend, place)
@@ -366,7 +366,7 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
         return
     if refused := find_shared_gpus(world.context, None if settings.SHARE_GPUS.get() else uuid):
         raise InvalidArgumentError(
-            f"{shared_gpu_warning(world.context, refused)}; or allow it with {settings.SHARE_GPUS.name}=on"
+            f"{shared_gpu_warning(world.context, refused)}; or let ranks share GPUs with {settings.SHARE_GPUS.name}=on"
         )
     if world.rank == 0:
         logger.warning("%s", shared_gpu_warning(world.context, shared))

@@ -205,7 +205,7 @@ def _raise_failure(ranks: list[Rank], running: list[Rank], stopped_at: float, co
     where, exit_code = first.stacks(), first.exit_code
     if report_of_first is not None:
         where, exit_code = report_of_first.text, report_of_first.exit_code
-    raise LaunchError(text + (f"\nwhere it was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
+    raise LaunchError(text + (f"\nwhere the rank was:\n{where}" if where else ""), rank=first.rank, exit_code=exit_code)
 
 
 def _move_blamed_first(failures: list[_Failure]) -> None:

@@ -97,7 +97,7 @@ def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
         if secret:
             raise UnsupportedError(
                 f"secret_file needs this library's C++ part, which isn't available: {error}. Install a C++ compiler, "
-                "or a wheel that contains it"
+                "or a wheel of this library with its C++ part"
             ) from error
         logger.warning("%s no compiled library is available (%s)", _OPEN, error)
         return b"", None

@@ -196,13 +196,13 @@ class Layout:
             if name in self.missing:
                 raise LayoutError(f"this layout has no group {name!r}: {self.missing[name]}; the layout is {self}")
             if name not in self.names or name in self.ends or name in self.parts:
-                raise LayoutError(f"there is no group {name!r} to span; the groups are {', '.join(self.names)}")
+                raise LayoutError(f"there is no group {name!r} in this layout; its groups are {', '.join(self.names)}")
             axes.update(self.spans.get(name, (name,)))
         for grid in self.grids:
             if axes <= set(grid.names):
                 return grid, axes
         raise LayoutError(
-            f"no group spans {' and '.join(names)}: these axes are in different numberings of the ranks "
+            f"no group spans {' and '.join(names)}: these axes belong to different divisions of the ranks "
             f"({'; '.join(map(str, self.grids))})"
         )
 

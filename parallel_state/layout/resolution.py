@@ -160,7 +160,10 @@ def _check_dense_order(order: str, tokens: Sequence[str], sizes: Mapping[str, in
         merged = {name: size for name, size in sizes.items() if name not in parts}
         sizes = {**merged, "dp": prod(sizes[name] for name in parts)}
     elif "dp" in tokens:
-        raise LayoutError(f"order {order!r} names 'dp' and one of its parts, {' and '.join(parts)}; name only one")
+        raise LayoutError(
+            f"order {order!r} names 'dp' and also {' and '.join(parts)}, into which 'dp' is divided; name either 'dp' "
+            "or these"
+        )
     check_order(order, tokens, {**sizes, "ep": 1})  # the expert numbering checks whether ep may be left out
 
 
@@ -204,7 +207,7 @@ def _expert_grid(
         if left:
             raise LayoutError(
                 f"{world_size} ranks are not divisible by {product_in_words(sizes)}, the sizes of expert layers; "
-                "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: that of tp)"
+                "choose another expert_model_parallel_size or expert_tensor_parallel_size (default: the tp size)"
             )
         for name in open_sizes:
             sizes[name], rest = rest, 1
@@ -288,7 +291,7 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
     if isinstance(experts, str):
         raise LayoutError(
             f"num_distributed_optimizer_instances divides the ranks that hold the same experts, but order {order!r} "
-            "has no separate layout for expert layers; leave it out, or use the default order"
+            "has no separate layout for expert layers; leave this argument out, or use the default order"
         )
     if dense.size("dp_replicate") > 1:
         raise LayoutError(

@@ -249,7 +249,7 @@ def test_a_group_within_another_one_shares_its_watch(pools: Pools) -> None:
         others = found.pop("others")
         assert (
             others.kind == "InvalidArgumentError"
-            and "within must be a coordinator that contains global ranks" in others.text
+            and "within= must be a GroupCoordinator that contains global ranks" in others.text
         )
         ranks = [[0, 1], [2, 3]][rank // 2]
         assert found == {

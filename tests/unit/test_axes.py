@@ -276,7 +276,7 @@ def test_the_sizes_of_expert_layers(order: str, sizes: Sizes, expected: tuple[in
     ("sizes", "order", "parts"),
     [
         ({"ep": 5}, DEFAULT_ORDER, ["expert layers", "24 ranks", "ep=5, the sizes", "expert_model_"]),
-        ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: that of tp"]),
+        ({"tp": 8, "ep": 2, "pp": 3}, DEFAULT_ORDER, ["etp=8", "ep=2", "pp=3", "= 48", "default: the tp size"]),
         ({"etp": 5, "ep": -1}, DEFAULT_ORDER, ["expert layers", "etp=5"]),
         ({"etp": -1, "ep": -1}, DEFAULT_ORDER, ["at most one", "'etp' and 'ep'"]),
         ({"ep": 0}, DEFAULT_ORDER, ["axis 'ep'", "is 0"]),
@@ -386,7 +386,7 @@ def test_data_parallel_axes_that_other_axes_lie_between() -> None:
         ({"tp": 2}, "tp-etp-dp", ["'etp', which isn't an axis"]),
         ({"tp": 2}, "tp-dcp-dp", ["'dcp', which isn't an axis"]),
         ({"tp": 2}, "tp-tp-dp", ["'tp' twice"]),
-        ({"tp": 2}, "tp-dp-dp_shard", ["'dp' and one of its parts, dp_shard and dp_replicate; name only one"]),
+        ({"tp": 2}, "tp-dp-dp_shard", ["'dp' and also dp_shard and dp_replicate, into which 'dp' is divided"]),
         ({"tp": 2}, "dp-pp", ["lacks 'tp', whose size is 2"]),
         ({"tp": 2}, "tp-pp", ["lacks 'dp', whose size is 4"]),
         ({"dp_replicate": 2}, "tp-dp_shard-pp", ["lacks 'dp_replicate', whose size is 2"]),

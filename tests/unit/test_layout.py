@@ -320,9 +320,9 @@ def test_a_rank_outside_of_a_layout(rank: int) -> None:
         (("xx",), ["no group 'xx'", "tp, dp, pp, ep, a, model, everyone, rim, head"]),
         (("tp", "xx"), ["no group 'xx'"]),
         (("tp/a",), ["no group 'tp/a'"]),
-        (("rim", "tp"), ["no group 'rim' to span"]),
-        (("tp", "ep"), ["tp and ep", "in different numberings", "tp=2 × dp=2 × pp=2", "ep=4 × pp=2"]),
-        (("model", "everyone"), ["model and everyone", "in different numberings"]),
+        (("rim", "tp"), ["no group 'rim' in this layout"]),
+        (("tp", "ep"), ["tp and ep", "belong to different divisions", "tp=2 × dp=2 × pp=2", "ep=4 × pp=2"]),
+        (("model", "everyone"), ["model and everyone", "belong to different divisions"]),
     ],
 )
 def test_a_group_that_a_layout_does_not_have(names: tuple[str, ...], parts: list[str]) -> None:
@@ -336,7 +336,7 @@ def test_a_group_that_a_layout_does_not_have(names: tuple[str, ...], parts: list
 
 def test_the_axes_of_what_lies_at_the_ends_are_none() -> None:
     for call in (two_grids().axes_of, two_grids().grid_of):
-        with pytest.raises(LayoutError, match="no group 'rim' to span"):
+        with pytest.raises(LayoutError, match="no group 'rim' in this layout"):
             call("rim")
 
 

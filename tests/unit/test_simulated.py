@@ -121,7 +121,7 @@ def test_a_set_of_groups_is_frozen_and_its_coordinator_is_checked() -> None:
         groups.world = groups.pp  # type: ignore[misc]
     other = dataclasses.replace(groups, groups={**groups.groups, "tp": ps.simulated_group([0, 1], 0)})
     assert other.is_coordinator
-    with pytest.raises(ps.LayoutError, match="rank 0 of the world must be rank 0 of every group"):
+    with pytest.raises(ps.LayoutError, match="rank 0 of the world must also be rank 0 of each of its groups"):
         dataclasses.replace(groups, groups={"tp": ps.simulated_group([1, 0], 0)})
     dataclasses.replace(ps.simulate(1, 4, 2, 2), groups={"tp": ps.simulated_group([1, 0], 1)})
 
@@ -537,7 +537,7 @@ def check_outside() -> None:
     assert ps.try_get_tp_group() is ps.try_get_pp_group() is ps.try_get_dp_group() is None
     assert ps.try_get_world_group() is None
     assert not ps.model_parallel_is_initialized()
-    with pytest.raises(ps.GroupNotInitializedError, match="no groups are in use here"):
+    with pytest.raises(ps.GroupNotInitializedError, match="uses no parallel groups"):
         ps.current_groups()
     for get in (ps.get_tp_group, ps.get_pp_group, ps.get_dp_group, ps.get_world_group, ps.get_parallel_groups):
         with pytest.raises(ps.GroupNotInitializedError):
