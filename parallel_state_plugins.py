@@ -109,4 +109,4 @@ def _check_version(engine: str, names: "tuple[str, ...]", tested: "tuple[tuple[i
             first, end = (".".join(map(str, each)) for each in tested)
             raise RuntimeError(f"{name} {found} is not a tested version (at least {first}, below {end})")
         return
-    raise RuntimeError(f"no installed distribution gives the version of {engine} ({', '.join(names)})")
+    raise RuntimeError(f"the version of {engine} is unknown, because no distribution {' or '.join(names)} is installed")

@@ -235,7 +235,7 @@ def init_world_group(
     from parallel_state.groups import world as world_module
 
     if _WORLD is not None:
-        raise AlreadyInitializedError("the world group exists already; destroy it first")
+        raise AlreadyInitializedError("the world group exists already; call destroy_distributed_environment() first")
     if pool is None and not dist.is_initialized():
         raise GroupNotInitializedError("init_world_group needs an initialised torch.distributed default group")
     if device is None:

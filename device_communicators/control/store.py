@@ -151,7 +151,7 @@ class ControlStore(dist.Store):
         except PermissionError as error:
             raise dist.DistNetworkError(f"{self} and this process don't share a secret: {error}") from error
         except ConnectionResetError as error:
-            raise dist.DistNetworkError(f"{self} closed the connection, or its process exited: {error}") from error
+            raise dist.DistNetworkError(f"{self} has ended, or closed the connection: {error}") from error
         except ConnectionAbortedError as error:
             raise dist.DistNetworkError(f"{self} closes each connection without an answer") from error
         except (OSError, ForeignServiceError, ConfigMismatchError) as error:

@@ -110,7 +110,7 @@ class TensorDictSpec:
             )
         for entry in self.entries:
             if entry.key not in tensors:
-                raise InvalidArgumentError(f"a tensor dict must have its spec's key {entry.key!r}")
+                raise InvalidArgumentError(f"a tensor dict must have all keys of its spec, but lacks {entry.key!r}")
             value = tensors[entry.key]
             if isinstance(entry, ConstantEntry):
                 if not _same_constant(value, entry.value):
@@ -125,7 +125,7 @@ class TensorDictSpec:
                 or (not value.is_cpu if entry.device_type == "cpu" else value.device.type != entry.device_type)
             ):
                 raise InvalidArgumentError(
-                    f"{entry.key!r} must be a {entry.dtype} tensor of shape {list(entry.shape)} on "
+                    f"the tensor dict's {entry.key!r} must be a {entry.dtype} tensor of shape {list(entry.shape)} on "
                     f"{entry.device_type}, as in the spec, but isn't; make a new spec"
                 )
 
@@ -340,7 +340,7 @@ def _is_eager() -> bool:
 def _given(tensors: dict[str, Any] | None, spec: TensorDictSpec) -> dict[str, Any]:
     if not isinstance(tensors, dict):
         raise InvalidArgumentError(
-            f"the sending rank must pass the tensor dict, a dict, but passed a {type(tensors).__name__}"
+            f"the sending rank must pass the tensor dict as a dict, but passed a {type(tensors).__name__}"
         )
     spec.check(tensors)
     return tensors

@@ -317,22 +317,24 @@ def read_body(
 ) -> tuple[codec.Message, list[bool]]:
     """Decodes a body. Also returns, for each tensor, True if only a slice is sent."""
     if header.kind == _LIST:
-        raise _list_mismatch("sent one with a spec, but this rank receives without a spec", context, src)
+        raise _list_mismatch("sent a tensor dict with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
     try:
         message = codec.read(body[:end], allow_pickle=allow_pickle)
         cut = [flag != 0 for flag in body[end:]]
         if len(message.tensors) != len(cut):
-            raise MessageDecodeError(f"its header announces {len(cut)} tensors, its metadata {len(message.tensors)}")
+            raise MessageDecodeError(
+                f"the message's header announces {len(cut)} tensors, its metadata {len(message.tensors)}"
+            )
         tensor_bytes = sum(metadata.nbytes for metadata in message.tensors)
         if tensor_bytes != header.tensor_bytes:
             raise MessageDecodeError(
-                f"its header announces {header.tensor_bytes} bytes of tensors, its metadata {tensor_bytes}"
+                f"the message's header announces {header.tensor_bytes} bytes of tensors, its metadata {tensor_bytes}"
             )
         for metadata, sliced in zip(message.tensors, cut, strict=True):
             if sliced and not can_be_cut(prod(metadata.shape), header.slices):
                 raise MessageDecodeError(
-                    f"a tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
+                    f"the message's tensor of shape {list(metadata.shape)} can't be cut into {header.slices} slices"
                 )
     except MessageDecodeError as error:
         raise malformed(error, context, src) from error

@@ -167,8 +167,8 @@ def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_
         except RuntimeError as error:
             what = "the default group that exists" if group is None else f"the group of {size} that exists"
             raise RendezvousError(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} joins {what}, but not all of the other ranks did "
-                f"so within {limit_s:g} s: {plain(error)}. Every rank must call {caller}()",
+                f"rank {dist.get_rank()} of {dist.get_world_size()} joins {what}, but not all other ranks joined "
+                f"within {limit_s:g} s: {plain(error)}. Every rank must call {caller}()",
                 operation=caller,
                 rank=dist.get_rank(),
                 timeout_s=limit_s,

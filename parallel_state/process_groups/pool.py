@@ -212,7 +212,7 @@ class ProcessGroupPool:
             if not everyone:
                 raise UnsupportedError(
                     f"a group of backend {options.backend!r} must be created by all ranks of the world together, but "
-                    "here only its members call; create all groups at start (eager=True)"
+                    "only its members make this call; create all groups at start (eager=True)"
                 )
             return "global"
         if splits and everyone and chosen in ("auto", "split"):

@@ -84,7 +84,7 @@ def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size:
     if lists and len(lists) < max(ranks, local_rank + 1):
         raise SettingError(
             f"each rank of this host must have a list of cores, but the number of lists is {len(lists)} for {ranks} "
-            f"ranks; add lists, in {settings.CORES.name} with | between them"
+            f"ranks; give {settings.CORES.name} one list for each rank, separated by |"
         )
     if lists:
         return sorted(lists[local_rank])

@@ -240,7 +240,7 @@ def _check(place: ProcessEnvironment, family: _Family) -> None:
     ):
         if value >= limit:
             raise SettingError(
-                f"the {what} ({' or '.join(names) or 'SLURM_STEP_TASKS_PER_NODE'}) does not fit: rank "
+                f"the {what} ({' or '.join(names) or 'SLURM_STEP_TASKS_PER_NODE'}) does not fit the other values: rank "
                 f"{place.rank} of {place.world_size}, local rank {place.local_rank} of {local_world_size}; "
                 f"a rank must be less than its world size, and a host can't hold more ranks than the world"
             )
@@ -251,12 +251,12 @@ def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
     if not text or not node:
         return None
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text):
-        raise SettingError(f"SLURM_STEP_TASKS_PER_NODE must look like `4(x2),3`, but is {text!r}; unset it")
+        raise SettingError(f"SLURM_STEP_TASKS_PER_NODE must look like `4(x2),3`, but is {text!r}; unset the variable")
     count = next(islice(expand_counts(text), _int(env, "SLURM_NODEID"), None), None)
     if count is None:
         raise SettingError(
-            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} lists fewer nodes; unset both, or start "
-            "the program by srun"
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} lists fewer nodes; unset both variables, or "
+            "start the program by srun"
         )
     return count
 
@@ -305,7 +305,7 @@ def _master_port(place: ProcessEnvironment, env: Mapping[str, str]) -> int | Non
         return None
     raise SettingError(
         f"MASTER_PORT is not set, and there is no SLURM_JOB_ID to derive it from (world size {place.world_size}); "
-        "set it to the same free port on all ranks, for example `mpirun -x MASTER_PORT=29500`"
+        "set MASTER_PORT to the same free port on all ranks, for example `mpirun -x MASTER_PORT=29500`"
     )
 
 

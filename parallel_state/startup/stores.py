@@ -166,7 +166,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             raise _error_of(
                 0,
                 f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "
-                "same on every rank), or stop the process that listens there",
+                "same on every rank), or stop the process that listens on that address",
             ) from error
         with listener:
             check_own(address, listener, deadline)
@@ -207,7 +207,7 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
             cause = None
         except OSError as error:
             cause = error
-    why = cause or "another host answers there"
+    why = cause or "another host answers at that address"
     raise _error_of(
         0,
         f"must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
@@ -275,7 +275,7 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
-        raise TimeoutError("the service at this address doesn't answer")
+        raise TimeoutError("the store, or the name server that resolves its address, doesn't answer")
     return future.result()
 
 
@@ -336,7 +336,7 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
         if answer == nonce:
             return
         if not answer:
-            raise TimeoutError("the service at this address doesn't answer")
+            raise TimeoutError("the service that listens at the store's address doesn't answer")
         answer += _receive(connection, _SHOWN_BYTES, time.monotonic() + _REST_S, closed=b"")
     raise ForeignServiceError(in_words(answer))
 
@@ -353,7 +353,9 @@ def _receive(connection: socket.socket, count: int, until: float, closed: bytes 
             data = b""
         if not data:
             if not received and closed is None:
-                raise ConnectionResetError("the service at this address closes each connection without an answer")
+                raise ConnectionResetError(
+                    "the service that listens at the store's address closes each connection without an answer"
+                )
             break
         received += data
     return received

@@ -45,7 +45,9 @@ def run_watched(
         if late or failure or watcher.deaths_of(ranks):
             if not wait([future], NOTICE_S).done:
                 abandoned.set()
-                raise AbandonedError("the start's deadline passed" if late else "a rank exited or failed")
+                raise AbandonedError(
+                    "the start's deadline passed" if late else "a rank exited or failed during the start"
+                )
             break
     return future.result()
 

@@ -45,7 +45,7 @@ def test_init_twice_and_too_early(pools: Pools) -> None:
         "groups before world": ("GroupNotInitializedError", "init_distributed_environment() before"),
         "world group before": ("GroupNotInitializedError", "init_world_group"),
         "world twice": ("AlreadyInitializedError", "destroy_distributed_environment() first"),
-        "world group twice": ("AlreadyInitializedError", "destroy it first"),
+        "world group twice": ("AlreadyInitializedError", "call destroy_distributed_environment() first"),
         "groups twice": ("AlreadyInitializedError", "destroy_model_parallel() first"),
         "still there": ("ok", "(True, True)"),
         "still work": ("ok", "2.0"),

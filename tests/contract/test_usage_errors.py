@@ -399,7 +399,7 @@ def _spec_body(member: Member) -> None:
     wrong: list[tuple[Any, str]] = [
         ({**right, "more": torch.ones(1)}, "must have the 2 keys of its spec, but has 3"),
         ({"hidden": torch.ones(2, 3)}, "must have the 2 keys of its spec, but has 1"),
-        ({"hidden": torch.ones(2, 3), "other": 3}, "spec's key 'step'"),
+        ({"hidden": torch.ones(2, 3), "other": 3}, "must have all keys of its spec, but lacks 'step'"),
         ({**right, "step": 4}, "'step' must be 3"),
         ({**right, "step": torch.ones(1)}, "'step' must be 3"),
         ({**right, "hidden": torch.ones(3, 2)}, "'hidden' must be a torch.float32 tensor of shape [2, 3]"),

@@ -86,12 +86,14 @@ class Message:
     def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
         """Returns the object; call this once. Raises InvalidArgumentError if `tensors` don't match `self.tensors`."""
         if len(tensors) != len(self.tensors):
-            raise InvalidArgumentError(f"`tensors` must be {len(self.tensors)} tensors, but are {len(tensors)} instead")
+            raise InvalidArgumentError(
+                f"build() needs the message's {len(self.tensors)} tensors, but got {len(tensors)}"
+            )
         for index, (tensor, wanted) in enumerate(zip(tensors, self.tensors, strict=True)):
             if tensor.dtype != wanted.dtype or tensor.shape != wanted.shape:
                 raise InvalidArgumentError(
-                    f"`tensors[{index}]` must be {wanted.dtype} of shape {wanted.shape}, "
-                    f"but is {tensor.dtype} of shape {tuple(tensor.shape)} instead"
+                    f"build() needs a {wanted.dtype} tensor of shape {wanted.shape} as tensor {index}, but got a "
+                    f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}"
                 )
         return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
 
@@ -105,19 +107,21 @@ def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) ->
     limit = settings.MAX_METADATA_BYTES.get()
     if len(view) > limit:
         name = settings.MAX_METADATA_BYTES.name
-        raise MessageDecodeError(f"metadata must be at most {limit} bytes ({name}), but is {len(view)}")
+        raise MessageDecodeError(f"a message's metadata must be at most {limit} bytes ({name}), but is {len(view)}")
     if len(view) < _HEADER.size:
-        raise MessageDecodeError(f"metadata must be {_HEADER.size} bytes or more, but is {len(view)}")
+        raise MessageDecodeError(f"a message's metadata must be {_HEADER.size} bytes or more, but is {len(view)}")
     version, table_bytes = _HEADER.unpack_from(view)
     if version != FORMAT_VERSION:
         hint = ", as a pickle does" if version == _PICKLE_MARK else ""
         raise MessageDecodeError(
-            f"metadata must begin with format version {FORMAT_VERSION}, but begins with {version}{hint}; "
+            f"a message's metadata must begin with format version {FORMAT_VERSION}, but begins with {version}{hint}; "
             f"every rank must run the same version of parallel_state"
         )
     body_at = _HEADER.size + table_bytes
     if body_at > len(view):
-        raise MessageDecodeError(f"metadata is {len(view)} bytes, but its tensor table claims {table_bytes}")
+        raise MessageDecodeError(
+            f"a message's metadata is {len(view)} bytes, but its tensor table claims {table_bytes}"
+        )
     table, problem = view[_HEADER.size : body_at], "the tensor table of a message is malformed"
     tensors = _decoded(problem, codec_types.read_tensor_rows, table) if table_bytes else []
     return Message(tensors, view[body_at:], allow_pickle)

@@ -58,10 +58,10 @@ def register_type(cls: type | None = None, *, name: str | None = None) -> Any:
     if cls is None:
         return functools.partial(register_type, name=name)
     if not isinstance(cls, type):
-        raise InvalidArgumentError(f"`cls` must be a class, but is {cls!r} instead")
+        raise InvalidArgumentError(f"`cls` must be a class, but is {cls!r}")
     wire_name = f"{cls.__module__}.{cls.__qualname__}" if name is None else name
     if not isinstance(wire_name, str) or not wire_name:
-        raise InvalidArgumentError(f"`name` must be a non-empty str, but is {wire_name!r} instead")
+        raise InvalidArgumentError(f"`name` must be a non-empty str, but is {wire_name!r}")
     known = _by_class.get(cls)
     if known is not None and known.name != wire_name:
         raise InvalidArgumentError(f"{cls!r} is registered as {known.name!r} already, not as {wire_name!r}")
@@ -119,7 +119,7 @@ def _describe(cls: type, name: str) -> RegisteredType:
     if issubclass(cls, tuple) and hasattr(cls, "_fields"):
         return RegisteredType(cls, name, tuple(cls._fields), tuple, lambda values: tuple.__new__(cls, values))
     raise InvalidArgumentError(
-        f"`cls` must be a dataclass, an enum.Enum, a msgspec.Struct or a named tuple, but is {cls!r} instead"
+        f"`cls` must be a dataclass, an enum.Enum, a msgspec.Struct or a named tuple, but is {cls!r}"
     )
 
 
@@ -209,7 +209,7 @@ def read_device(text: str) -> torch.device:
     """Returns the named device. Raises MessageDecodeError for a large index, which torch would truncate."""
     device = torch.device(text)
     if str(device) != text:
-        raise MessageDecodeError(f"{text[:40]!r} is not a device")
+        raise MessageDecodeError(f"a message holds the device {text[:40]!r}, which is not a device of torch")
     return device
 
 
@@ -248,10 +248,10 @@ def numpy_array(parts: list[Any]) -> Any:
         raise MessageDecodeError("a message holds a numpy value, but numpy is not installed on this rank") from error
     spec, shape, order, data = parts
     if not _NUMPY_DTYPE.fullmatch(spec) or order not in ("C", "F") or type(data) is not bytes:
-        raise MessageDecodeError("a message holds a numpy value with malformed parts")
+        raise MessageDecodeError("a message is malformed: it holds a numpy value with malformed parts")
     dtype = numpy.dtype(spec)
     if len(shape) > MAX_DIMS or not all(0 <= size < MAX_TENSOR_BYTES for size in shape):
-        raise MessageDecodeError("a message holds a numpy value with a malformed shape")
+        raise MessageDecodeError("a message is malformed: it holds a numpy value with a malformed shape")
     if math.prod(shape) * dtype.itemsize != len(data):
         raise MessageDecodeError(
             f"a numpy value of dtype {dtype} and shape {shape} must have {math.prod(shape) * dtype.itemsize} bytes, "

@@ -340,7 +340,7 @@ class Decoder:
         items = self.items(data)
         made = frozenset(items) if len(items) <= _UNTIMED_ITEMS else frozenset(self._timed(items, len(data), set()))
         if len(made) != len(items):
-            raise MessageDecodeError("a message holds a set with duplicates")
+            raise MessageDecodeError("a message is malformed: it holds a set with duplicates")
         return made
 
     def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
@@ -353,8 +353,8 @@ class Decoder:
             self._left_s = left_s - (time.thread_time() - started)
             if self._left_s < 0:
                 raise MessageDecodeError(
-                    f"a message holds a set or dict of {len(items)} items that collide, which would take too long to "
-                    "decode"
+                    f"a message holds a set or dict of {len(items)} items that collide: their hashes are equal, so "
+                    "decoding would take too long"
                 )
         return made
 
@@ -367,7 +367,7 @@ class Decoder:
         else:
             self._timed(pairs, len(data), made)
         if 2 * len(made) != len(items):
-            raise MessageDecodeError("a message holds a dict with duplicate keys")
+            raise MessageDecodeError("a message is malformed: it holds a dict with duplicate keys")
         return made
 
     def size(self, data: memoryview) -> torch.Size:
@@ -379,13 +379,15 @@ class Decoder:
     def tensor(self, data: memoryview) -> torch.Tensor:
         index = int.from_bytes(data, "little")
         if index >= len(self._tensors):
-            raise MessageDecodeError(f"a message refers to tensor {str(index)[:20]} of {len(self._tensors)}")
+            raise MessageDecodeError(
+                f"a message is malformed: it refers to tensor {str(index)[:20]} of {len(self._tensors)}"
+            )
         return self._tensors[index]
 
     def numpy_scalar(self, data: memoryview) -> Any:
         array = codec_types.numpy_array(self.items(data))
         if array.ndim:
-            raise MessageDecodeError("a message holds a numpy scalar with a shape")
+            raise MessageDecodeError("a message is malformed: it holds a numpy scalar with a shape")
         return array[()]
 
     def registered(self, data: memoryview) -> object:
@@ -403,10 +405,10 @@ class Decoder:
     def _ext(self, code: int, data: memoryview) -> object:
         unpack = _UNPACKERS.get(code)
         if unpack is None:
-            raise MessageDecodeError(f"a message holds the unknown extension code {code}")
+            raise MessageDecodeError(f"a message is malformed: it holds the unknown extension code {code}")
         self._depth += 1
         if self._depth > MAX_DEPTH + 1:  # one for a value within the innermost container
-            raise MessageDecodeError(f"a message is nested more than {MAX_DEPTH} deep")
+            raise MessageDecodeError(f"a message's containers are nested more than {MAX_DEPTH} deep")
         value = unpack(self, data)
         self._depth -= 1
         return value

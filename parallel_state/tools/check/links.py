@@ -84,7 +84,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
     while len(found) < count:
         data = peer.recv(count - len(found))
         if not data:
-            raise ConnectionResetError("the other host closed the connection")
+            raise ConnectionResetError("the other host closed the connection before the measurement was done")
         found += data
     return found
 

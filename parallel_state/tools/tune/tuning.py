@@ -160,8 +160,9 @@ class Tuning:
             if any(each):
                 operation, numel = cases[max(range(len(cases)), key=each.__getitem__)]
                 raise TuneError(
-                    f"no row is written: {sum(each)} of {self.plan.proof_calls} calls were wrong on rank {rank}, most "
-                    f"of them {operation} of {numel} elements; report this with `python -m parallel_state topology`"
+                    f"no row is written to the table: {sum(each)} of {self.plan.proof_calls} calls were wrong on rank "
+                    f"{rank}, most of them {operation} of {numel} elements; report this bug, with the output of `python -m "
+                    "parallel_state topology`"
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
@@ -240,7 +241,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
     ranks = conditions.world_size
     for operation in ORDERS:
         if not any(times.get(operation, {}).values()):
-            raise TuneError(f"no row is written: {operation} on {ranks} ranks has no measured times")
+            raise TuneError(f"no row is written to the table: {operation} on {ranks} ranks has no measured times")
     bounds = {operation: boundaries(times[operation], order) for operation, order in ORDERS.items()}
     sums, gather, scatter = (bounds[name] for name in ("all_reduce", "all_gather", "reduce_scatter"))
     ratios = [math.log(us[OTHER] / us[TORCHS]) for us in times["all_reduce"].values() if {OTHER, TORCHS} <= us.keys()]
@@ -293,7 +294,7 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
         peers = make(group.context, device, UNBOUNDED)
         problem = peers.admit()
         if problem is not None:
-            raise TuneError(f"nothing to measure: {problem}")
+            raise TuneError(f"tune has nothing to measure: {problem}")
         conditions = peer_thresholds.conditions_of(device.arch(), peers.group.admission.topology, device.versions())
         name = torch.cuda.get_device_name(group.device)
         tuning = Tuning(group, peers, options.plan)
