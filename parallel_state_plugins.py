@@ -107,6 +107,8 @@ def _check_version(engine: str, names: "tuple[str, ...]", tested: "tuple[tuple[i
         numbers = tuple(map(int, re.findall(r"\d+", found or "")[: len(tested[0])]))
         if not tested[0] <= numbers < tested[1]:
             first, end = (".".join(map(str, each)) for each in tested)
-            raise RuntimeError(f"{name} {found} is not a tested version (at least {first}, below {end})")
+            raise RuntimeError(
+                f"{name} {found} is not a tested version (at least {first}, below {end}): install such a version"
+            )
         return
     raise RuntimeError(f"the version of {engine} is unknown, because no distribution {' or '.join(names)} is installed")

@@ -199,7 +199,9 @@ def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Liste
         if found := shortage(error):
             raise LaunchError(f"the job's store can't be served: {found}", rank=0) from error
         if isinstance(error, socket.gaierror):
-            raise RendezvousError(f"master_addr must be an address of this node, but {address!r}: {error}") from error
+            raise RendezvousError(
+                f"master_addr must be an address of this node, but {address!r} is unusable: {error}"
+            ) from error
         raise RendezvousError(
             f"can't listen on {address} port {port}: {error.strerror}; pass an address of rank 0's node as "
             "master_addr, and a free port as master_port (0 for any)"

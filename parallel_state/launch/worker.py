@@ -134,7 +134,7 @@ class Call:
         of_main = getattr(self.fn, "__module__", None) == "__main__"
         if getattr(main, "__spec__", None) is None and (not os.path.isfile(path) if path else of_main):
             raise InvalidArgumentError(
-                "fn must be in a file that workers can import, but __main__ has no file; move fn"
+                "fn must be in a file that workers can import, but __main__ has no file; move fn to such a file"
             )
         for what, value in (("fn", self.fn), ("setup", self.config.setup), ("args and kwargs", self)):
             try:

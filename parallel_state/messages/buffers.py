@@ -42,7 +42,7 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
         if buffer.requires_grad or buffer.layout is not torch.strided:
             raise InvalidArgumentError(
                 f"out[{key!r}] of {method} on {context} is overwritten, so it must be dense and must not require a "
-                "gradient; pass its detach(), or a new tensor"
+                "gradient; pass its .detach(), or a new tensor"
             )
         checks.check_writable(context, method, buffer)
     return Buffers(method, out)

@@ -367,8 +367,8 @@ class Messenger:
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested or dtype_refusal(x.dtype) is not None:
                 raise InvalidArgumentError(
-                    f"{counted} on {self.route.context} takes only dense tensors; send sparse and quantized ones in "
-                    "separate calls"
+                    f"{counted} on {self.route.context} takes only dense tensors; send sparse and quantized "
+                    "tensors in separate calls"
                 )
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:

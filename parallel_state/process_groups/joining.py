@@ -78,8 +78,8 @@ def examine(process_group: Any, cpu_group: Any = None, device: torch.device | st
         found, carries = _ranks_of(cpu_group, "cpu_group"), _backends_of(cpu_group).get("cpu", "no CPU tensors")
         if found != ranks or carries != "gloo":
             raise InvalidArgumentError(
-                f"cpu_group must be a gloo group of global ranks {format_ranks(ranks)}, like process_group, but has "
-                f"{format_ranks(found)} with {carries}; leave cpu_group out to have one created"
+                f"cpu_group must be a gloo group of global ranks {format_ranks(ranks)}, as in process_group, "
+                f"but has global ranks {format_ranks(found)} with {carries}; leave cpu_group out to have one created"
             )
     return GivenGroup(process_group, ranks, device, backends[device.type], cpu_group)
 

@@ -255,8 +255,8 @@ def _slurm_local_world_size(env: Mapping[str, str]) -> int | None:
     count = next(islice(expand_counts(text), _int(env, "SLURM_NODEID"), None), None)
     if count is None:
         raise SettingError(
-            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} lists fewer nodes; unset both variables, or "
-            "start the program by srun"
+            f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={text!r} lists fewer nodes; unset both variables, "
+            "or start the program by srun"
         )
     return count
 

@@ -111,7 +111,7 @@ def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
 
 
 def _error_of(rank: int, text: str) -> RendezvousError:
-    return RendezvousError(f"rank {rank} {text}", operation="rendezvous", rank=rank)
+    return RendezvousError(text, operation="rendezvous", rank=rank)
 
 
 def _address(init_method: str, place: ProcessEnvironment) -> tuple[str, int]:
@@ -165,8 +165,8 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
                 what = f"can't be served: {str(error).splitlines()[0]}"
             raise _error_of(
                 0,
-                f"must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT (the "
-                "same on every rank), or stop the process that listens on that address",
+                f"rank 0 must listen on {address[0]}:{address[1]}, but that address {what}; choose another MASTER_PORT "
+                "(the same on every rank), or stop the process that listens on that address",
             ) from error
         with listener:
             check_own(address, listener, deadline)
@@ -175,7 +175,7 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             except (OSError, RuntimeError) as error:
                 raise _error_of(
                     0,
-                    f"listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
+                    f"rank 0 listens on port {address[1]}, but can't serve the store at {address[0]}:{address[1]}: "
                     f"{str(error).splitlines()[0]}. Set MASTER_ADDR, on every rank, to an address of rank 0's host",
                 ) from error
 
@@ -210,7 +210,7 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
     why = cause or "another host answers at that address"
     raise _error_of(
         0,
-        f"must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
+        f"rank 0 must serve the store at {address[0]}:{address[1]}, but that address doesn't lead to its own host, "
         f"{socket.gethostname()}: {why}. Set MASTER_ADDR, on every rank, to an address of the host that runs rank 0, "
         "or start rank 0 on the host with this address",
     ) from cause
@@ -246,8 +246,8 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
         where = f"{address[0]}:{address[1]}"
         raise _error_of(
             place.rank,
-            f"of {place.world_size} must connect to the store at {where}, but {error}. Stop that service, or choose "
-            "another MASTER_PORT (the same on every rank)",
+            f"rank {place.rank} of {place.world_size} must connect to the store at {where}, but {error}. Stop that "
+            "service, or choose another MASTER_PORT (the same on every rank)",
         ) from error
     return open_tcp_store(address, deadline)
 
@@ -302,8 +302,8 @@ def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             )
     raise _error_of(
         place.rank,
-        f"needs the store at {address[0]}:{address[1]}, but that name does not resolve ({problem}); set "
-        "MASTER_ADDR to a name or address that every host resolves",
+        f"rank {place.rank} needs the store at {address[0]}:{address[1]}, but that name does not resolve ({problem}); "
+        "set MASTER_ADDR to a name or address that every host resolves",
     ) from problem
 
 

@@ -80,7 +80,8 @@ def find(target: str) -> Job:
     if not job:
         names = f"; PIDs of ranks here: {', '.join(map(str, pids))}" if pids else ""
         raise LookupError(
-            f"{target!r} isn't a rank or launcher on this host, or the id of a job with ranks here{names}"
+            f"{target!r} isn't the PID of a rank or launcher on this host, nor the id of a job with ranks on this "
+            f"host{names}"
         )
     first, answer = next(iter(job.items()))
     at_start = {pid for pid, each in answers.items() if each.get("start") and each["start"] == answer.get("start")}

@@ -264,4 +264,4 @@ def test_live_asks_a_job_that_hangs_and_goes_on(
 
 def test_live_says_what_it_does_not_find(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", "--live", "no-such-job"]) == 2
-    assert "'no-such-job' isn't a rank or launcher" in capsys.readouterr().err
+    assert "'no-such-job' isn't the PID of a rank or launcher" in capsys.readouterr().err

@@ -360,6 +360,6 @@ def test_known_types_are_not_pickled():
 
 
 def test_what_can_not_be_pickled():
-    with pytest.raises(MessageEncodeError, match=r"value at \[1\] is a function; and can't be pickled") as caught:
+    with pytest.raises(MessageEncodeError, match=r"value at \[1\] is a function; the value can't be pickled") as caught:
         codec.encode([1, lambda: None], allow_pickle=True)
     assert isinstance(caught.value.__cause__, (pickle.PicklingError, AttributeError))

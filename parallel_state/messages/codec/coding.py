@@ -56,7 +56,7 @@ def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
     if size > limit:
         raise MessageEncodeError(
             f"the object without its tensors must be at most {limit} bytes, but is {size}; "
-            f"send large data as tensors, or set {settings.MAX_METADATA_BYTES.name} on every rank"
+            f"send large data as tensors, or raise {settings.MAX_METADATA_BYTES.name} on every rank"
         )
     return encoded
 
@@ -137,4 +137,4 @@ def _decoded(problem: str, decode: Callable[[Any], Any], data: bytes | memoryvie
     except MessageDecodeError:
         raise
     except Exception as error:
-        raise MessageDecodeError(f"{problem}: {error!r:.300}") from error
+        raise MessageDecodeError(f"decoding failed, because {problem}: {error!r:.300}") from error

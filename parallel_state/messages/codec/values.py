@@ -225,13 +225,13 @@ class Encoder:
         if not self._allow_pickle:
             raise RefusedError(
                 what,
-                "convert it, register its class (dataclass, enum, Struct or named tuple) on every rank with "
-                "parallel_state.register_type(cls), or give its group allow_pickle=True on every rank",
+                "convert the value, register its class (dataclass, enum, Struct or named tuple) on every rank with "
+                "parallel_state.register_type(cls), or give the group allow_pickle=True on every rank",
             )
         try:
             return Ext(_PICKLED, pickle.dumps(value, protocol=5))
         except Exception as error:  # __reduce__ is the caller's code
-            raise RefusedError(what, f"and can't be pickled: {error!r}") from error
+            raise RefusedError(what, f"the value can't be pickled either: {error!r}") from error
 
 
 def _too_deep() -> RefusedError:
@@ -398,7 +398,7 @@ class Decoder:
         if not self._allow_pickle:
             raise MessageDecodeError(
                 "a message holds a pickled value, which is not loaded: its sender passed allow_pickle=True, this rank "
-                "did not; pass it on every rank if you trust them all, or register the value's class"
+                "did not; pass allow_pickle=True on every rank if you trust all ranks, or register the value's class"
             )
         return pickle.loads(data)
 

@@ -160,9 +160,9 @@ class Tuning:
             if any(each):
                 operation, numel = cases[max(range(len(cases)), key=each.__getitem__)]
                 raise TuneError(
-                    f"no row is written to the table: {sum(each)} of {self.plan.proof_calls} calls were wrong on rank "
-                    f"{rank}, most of them {operation} of {numel} elements; report this bug, with the output of `python -m "
-                    "parallel_state topology`"
+                    f"tune wrote no row to its table: {sum(each)} of {self.plan.proof_calls} calls were wrong on rank "
+                    f"{rank}, most of them {operation} of {numel} elements; report this bug, with the output of "
+                    "`python -m parallel_state topology`"
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
@@ -241,7 +241,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
     ranks = conditions.world_size
     for operation in ORDERS:
         if not any(times.get(operation, {}).values()):
-            raise TuneError(f"no row is written to the table: {operation} on {ranks} ranks has no measured times")
+            raise TuneError(f"tune wrote no row to its table: {operation} on {ranks} ranks has no measured times")
     bounds = {operation: boundaries(times[operation], order) for operation, order in ORDERS.items()}
     sums, gather, scatter = (bounds[name] for name in ("all_reduce", "all_gather", "reduce_scatter"))
     ratios = [math.log(us[OTHER] / us[TORCHS]) for us in times["all_reduce"].values() if {OTHER, TORCHS} <= us.keys()]
