@@ -46,6 +46,6 @@ def check(call: str) -> None:
 def error(what: str) -> ForkedError:
     return ForkedError(
         f"{what} can't be used in process {os.getpid()}, which was forked from a rank (now process {os.getppid()}) "
-        "after its groups were created, and is no rank itself. Communicate in the rank, or start processes with the "
-        "method spawn or forkserver"
+        "after its groups were created, and is no rank itself. Make the call in the rank's process, or start processes "
+        "with the method spawn or forkserver"
     )

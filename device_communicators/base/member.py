@@ -146,4 +146,4 @@ class GroupMember:
         return self.failure(CollectiveMismatchError, text, operation, suspect_ranks=suspects, **facts)
 
     def destroyed(self) -> GroupDestroyedError:
-        return GroupDestroyedError(f"{self} was destroyed; call the group's getter again")
+        return GroupDestroyedError(f"{self} was destroyed; get or create the group again")

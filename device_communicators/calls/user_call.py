@@ -267,7 +267,7 @@ def overlap_error(operation: str, group: str, where: str = "of the group") -> Us
 def handler_error(operation: str, group: str, interrupted: str) -> UsageError:
     return UsageError(
         f"{operation} of {group} must not begin in a signal handler that interrupts a transfer of the group, here "
-        f"{interrupted}. Nothing was sent; call it after the transfer, or on another group (make_sub_group)"
+        f"{interrupted}. Nothing was sent; call {operation} after the transfer, or on another group (make_sub_group)"
     )
 
 

@@ -159,7 +159,7 @@ class ControlStore(dist.Store):
                 self._client = 0
             raise dist.DistNetworkError(f"{self} can't be reached: {error}") from error
         if text[0] != 0:
-            raise dist.DistStoreError(f"{self}: {parts_of(text)[0].decode(errors='replace')}")
+            raise dist.DistStoreError(f"{self} rejected the call: {parts_of(text)[0].decode(errors='replace')}")
         if holds:
             self._held.append(request)
         return parts_of(text)

@@ -118,7 +118,7 @@ class _End:
             self._failure = members.failure(
                 CommunicationError,
                 f"an earlier call of {members} was interrupted by a signal in the middle of a message. {LOST}; destroy "
-                "it and initialise again",
+                "the group and initialise again",
                 None,
             )
             if status == QueueStatus.INTERRUPTED:

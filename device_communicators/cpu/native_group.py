@@ -227,20 +227,20 @@ class NativeGroup:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
                 f"an earlier call of {members} received an invalid message from global rank {suspect}. {LOST}; destroy "
-                "it and initialise again",
+                "the group and initialise again",
             )  # fmt: skip
         if status == _INTERRUPTED:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
                 f"an earlier call of {members} was interrupted by a signal, so this rank left that call before "
-                f"its peers. {LOST}; destroy it and initialise again",
+                f"its peers. {LOST}; destroy the group and initialise again",
             )  # fmt: skip
         self._failed_with = status
         if status == _UNMAPPED:
             return _failure(
                 members, CommunicationError, operation, suspect, elapsed_s,
                 f"{operation} of {members}: this process has no address space left (ulimit -v) to map another rank's "
-                f"tensor. {LOST}; allow more, or set PARALLEL_STATE_SYMMETRIC_BYTES=0 on all ranks",
+                f"tensor. {LOST}; allow more address space, or set PARALLEL_STATE_SYMMETRIC_BYTES=0 on all ranks",
             )  # fmt: skip
         if status == _TIMED_OUT:
             return timed_out(members, operation, suspect, elapsed_s)

@@ -98,7 +98,7 @@ def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: in
     if status == QueueStatus.INTERRUPTED:
         text = (
             f"a transfer of {members} was interrupted by a signal, so this rank may have read or written only half of "
-            f"a message. {LOST}; destroy it and initialise again"
+            f"a message. {LOST}; destroy the group and initialise again"
         )
         return members.failure(CommunicationError, text, operation, elapsed_s=elapsed_s)
     if status == _NO_MEMORY:

@@ -181,7 +181,10 @@ def cubin(arch: str) -> bytes:
     try:
         flaw = _flaw_of(target)
         if flaw is not None and settings.BUILD.get() == "never":
-            raise KernelError(f"the CUDA kernels are unavailable: {flaw}, and {settings.BUILD.name} is never")
+            raise KernelError(
+                f"the CUDA kernels are unavailable: {flaw}, and can't be compiled, because {settings.BUILD.name} is "
+                "never"
+            )
         if flaw is not None:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             build_cache.check_owner(target.parent)

@@ -115,7 +115,7 @@ class IpcSharing:
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
         if self._tensor is None:
-            raise NotSharedError("this rank's GPU memory for sharing was closed")
+            raise NotSharedError("this rank has already closed the GPU memory that it shares")
         addresses = []
         # Peers' devices needn't be visible to this process.
         own = _index(self._context.device)

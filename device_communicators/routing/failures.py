@@ -108,7 +108,7 @@ def counted_from_begin() -> Iterator[None]:
 def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFailedError:
     return context.failure(
         GroupFailedError,
-        f"{context} failed earlier ({first}); destroy it and initialise again",
+        f"{context} failed earlier ({first}); destroy this group and initialise again",
         first.operation,
         like=first,
     )

@@ -154,7 +154,7 @@ def find_route(key: str) -> Route:
         return route
     name = _KNOWN_NAMES.get(key)
     if name is not None:
-        raise GroupDestroyedError(f"group {name!r} was destroyed; call the group's getter again")
+        raise GroupDestroyedError(f"group {name!r} was destroyed; get or create the group again")
     known = sorted({route.context.name for route in _ROUTES.values()})
     raise GroupNotInitializedError(
         f"this process has no group named {key!r}; its groups are {known}. Call initialize_model_parallel first"

@@ -165,7 +165,7 @@ class Route:
     def messenger(self) -> Any:
         messenger = self.try_messenger
         if messenger is None:
-            raise GroupDestroyedError(f"{self.context} was destroyed; call the group's getter again")
+            raise GroupDestroyedError(f"{self.context} was destroyed; get or create the group again")
         return messenger
 
     @property
@@ -446,7 +446,7 @@ class Route:
             if self.is_parents:
                 raise forks.error(str(self.context))
             raise GroupDestroyedError(
-                f"{self.context} was destroyed; call the group's getter again, or initialise again"
+                f"{self.context} was destroyed; get or create the group again, or initialise again"
             )
         if self.first_failure is not None:
             raise failed_earlier(self.context, self.first_failure) from self.first_failure

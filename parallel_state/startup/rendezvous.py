@@ -255,10 +255,10 @@ def _cannot_listen(suspect: int, place: Address, rank: int) -> RendezvousError:
 def _not_met_again(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) -> CommunicationError:
     missing = [each for each in verdict.ranks if each != rank]
     deaths = old.await_death_of(missing, None if verdict.kind == "ended" else 0.0)
-    why = f"ranks {format_ranks(missing)} of the old world did not call it within {timeout_s:g} s"
+    why = f"ranks {format_ranks(missing)} of the old world did not call reinitialize() within {timeout_s:g} s"
     return kind_of_deaths(deaths, RendezvousError)(
         f"rank {rank} of the old world calls reinitialize(), but {describe_deaths(deaths) or why}. Each remaining rank "
-        "must call it, with the same ranks",
+        "must call reinitialize() with the same ranks",
         operation="rendezvous",
         rank=rank,
         suspect_ranks=[death.rank for death in deaths] or missing,
@@ -641,7 +641,7 @@ class _Meeting:
             rank, where, why = words
             return self._error(
                 f"{self._name} can't start: the control plane of rank {rank} on {where} can't be reached by the other "
-                f"ranks: {why}. Every rank needs one",
+                f"ranks: {why}. Every rank needs a control plane",
                 [int(rank)],
             )
         if kind == _UNREACHED:

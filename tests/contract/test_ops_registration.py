@@ -213,7 +213,7 @@ def test_a_destroyed_group_raises(case: Case) -> None:
     group = ps.simulated_group([0, 1], 0)
     arguments = case.of(group, _x(case))
     group.destroy()
-    with pytest.raises(GroupDestroyedError, match=f"{group.unique_name}.* was destroyed; call the group.s getter"):
+    with pytest.raises(GroupDestroyedError, match=f"{group.unique_name}.* was destroyed; get or create the group"):
         _op(case.op)(*arguments)
     del group
     with pytest.raises(GroupDestroyedError, match="was destroyed"):

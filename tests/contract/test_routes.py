@@ -302,7 +302,7 @@ def _life_body() -> None:
     group.route.close()
     group.route.close()
     assert small.events == ["capture", "end of capture", "close"]
-    with pytest.raises(GroupDestroyedError, match=r"was destroyed; call the group.s getter again"):
+    with pytest.raises(GroupDestroyedError, match=r"was destroyed; get or create the group again"):
         group.all_reduce(torch.ones(1))
 
 
