@@ -201,7 +201,7 @@ class PeerGroup:
                 release(self._words)
             return
         logger.warning(
-            "%s: calls in peer memory were not done within %g s, or failed; their memory stays mapped",
+            "%s: calls in peer memory were not done within %g s, or failed; the memory of these calls stays mapped",
             self.context, _GOODBYE_S,
         )  # fmt: skip
         self.memory.leak()

@@ -135,7 +135,7 @@ class Ranks:
                 start_fork_server()
                 if not _detects_exits():
                     logger.warning("this program's fork server has SIGCHLD blocked and can't detect exits of ranks: "
-                                   "they are spawned instead")  # fmt: skip
+                                   "the ranks are spawned instead")  # fmt: skip
                     self._start_method = "spawn"
             context = multiprocessing.get_context(self._start_method)
             inheritance = Inheritance.of_this_process()

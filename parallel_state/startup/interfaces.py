@@ -172,7 +172,7 @@ def set_nccl_environment(
     env = os.environ if environ is None else environ
     if uses_nccl and env.get(_ERROR_HANDLING, "").strip() == "0":
         logger.warning(
-            "%s=0 is set: if a rank exits or NCCL fails, torch's NCCL groups wait forever; unset it",
+            "%s=0 is set: if a rank exits or NCCL fails, torch's NCCL groups wait forever; unset the variable",
             _ERROR_HANDLING,
         )
     written: dict[str, str] = {}
@@ -193,7 +193,7 @@ def _nccl_environment(
     if place.local_world_size is None:
         logger.info(
             "no network interface is chosen for NCCL and gloo: the number of ranks on this host is unknown, so all %d "
-            "may be on one; set LOCAL_WORLD_SIZE, or %s and NCCL_SOCKET_IFNAME",
+            "ranks may be on one host; set LOCAL_WORLD_SIZE, or %s and NCCL_SOCKET_IFNAME",
             place.world_size,
             VARIABLE,
         )

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.html and options.world_size > MAX_RANKS:
-        parser.error(f"--html draws at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; leave it out")
+        parser.error(f"--html draws at most {MAX_RANKS} ranks, but --world-size is {options.world_size}; drop --html")
     if options.rank is not None and not 0 <= options.rank < options.world_size:
         parser.error(f"--rank must be in 0 … {options.world_size - 1}, but is {options.rank}")
     sizes = {axis.name: getattr(options, axis.name) for axis in AXES if axis.size_parameter}
