@@ -450,7 +450,7 @@ void Backend::check_root(std::int64_t root, const char* method) const {
 void Backend::check_usable(const char* method) {
   if (is_forked_child()) {
     std::rethrow_exception(callbacks_.usage_error(
-        "this process was forked from a rank of the group: it shares its memory, but is no rank. Start processes with "
+        "this process was forked from a rank of the group, and is no rank itself. Start processes with "
         "'spawn' or 'forkserver', or initialise torch.distributed in the child",
         true));
   }
@@ -1235,11 +1235,12 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
   const Tensor x = only(tensors, kind.method);
   const bool sends = kind.type == OpType::SEND;
   if (peer != Pairs::kAnySource) {
-    check(peer >= 0 && peer < size_ && peer != rank_, kind.method, ": the other rank must be one of the group's ",
-          size_, " and not this one, ", rank_, ", but is ", peer);
+    check(peer >= 0 && peer < size_ && peer != rank_, kind.method,
+          ": the peer must be another rank of the group, 0 to ", size_ - 1, " except this rank ", rank_, ", but is ",
+          peer);
   }
   check(sends || at::has_internal_overlap(x) != at::MemOverlap::Yes, kind.method,
-        " needs a tensor whose elements are apart, but got an expanded one");
+        " needs a tensor whose elements share no memory, but got an expanded tensor: clone() it first");
   auto work = c10::make_intrusive<Pairs::Transfer>(rank_, kind.type, kind.title, Tensors{x}, Tensors{x},
                                                    sequence_.load(std::memory_order_relaxed));
   work->is_send = sends;

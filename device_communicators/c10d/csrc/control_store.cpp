@@ -123,9 +123,9 @@ class Store : public c10d::Store {
   std::vector<std::string> ask(StoreCall call, const std::vector<std::string>& parts, Milliseconds timeout) {
     const std::string content = control::encode_store(static_cast<std::uint8_t>(call), parts);
     TORCH_CHECK_VALUE(content.size() <= control::kMostStoreBytes && parts.size() <= control::kMostParts,
-                      "one call to the store must have at most ", control::kMostParts, " keys and values of ",
-                      control::kMostStoreBytes, " bytes, but has ", parts.size(), " of ", content.size(),
-                      "; send large things through a group");
+                      "one call to the store must have at most ", control::kMostParts, " keys and values, with ",
+                      control::kMostStoreBytes, " bytes in total, but has ", parts.size(), " with ", content.size(),
+                      " bytes; send large data through a group");
     const double timeout_s = static_cast<double>(timeout.count()) / 1000;
     const std::int64_t request = library_.ask(client_, content.data(), content.size(), timeout_s, kConnectSeconds);
     if (request < 0) C10_THROW_ERROR(DistNetworkError, name_ + ": " + std::strerror(static_cast<int>(-request)));

@@ -46,8 +46,9 @@ void Pairs::start(const Held& transfer, std::chrono::milliseconds timeout) {
                           &kUser,
                           Held(transfer).release()};
   const std::int64_t number = library_->transfers_start(transfers_, &call);
-  TORCH_CHECK_WITH(DistBackendError, number != kInsideTransfer,
-                   "this thread is in a transfer of the group already: a handler of signals can't start another one");
+  TORCH_CHECK_WITH(
+      DistBackendError, number != kInsideTransfer,
+      "this thread is in a transfer of the group already, so its signal handler can't start another transfer");
   if (number == kRefusedTransfer) {
     TransferFailure failure;
     library_->transfers_failure(transfers_, reinterpret_cast<std::int64_t*>(&failure));
@@ -80,8 +81,9 @@ bool Pairs::await(Transfer& transfer, std::optional<Clock::time_point> until) {
       std::rethrow_exception(raised);  // the handler may have ended the transfer before it raised
     }
     case kInsideWait:
-      TORCH_CHECK_WITH(DistBackendError, false,
-                       "this thread is in a transfer of the group already: a handler of signals can't wait for one");
+      TORCH_CHECK_WITH(
+          DistBackendError, false,
+          "this thread is in a transfer of the group already, so its signal handler can't wait for another transfer");
     default: return true;
   }
 }

@@ -160,7 +160,7 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
     if (timeout > kNoTimeout) deadline = Clock::now() + timeout;
     if (!await(deadline)) {
       C10_THROW_ERROR(DistBackendError, c10::str("the call isn't done after the ", timeout.count(),
-                                                 " ms that this wait was given; it goes on until its own timeout"));
+                                                 " ms of this wait's timeout; the call goes on until its own timeout"));
     }
   }
   if (const std::exception_ptr error = exception()) std::rethrow_exception(error);
@@ -169,8 +169,9 @@ bool Operation::wait(std::chrono::milliseconds timeout) {
 
 // Signal handlers run during calls must not wait for the same group.
 void Lane::check_not_inside() const {
-  TORCH_CHECK_WITH(DistBackendError, !runs_here(),
-                   "this thread is in a call of the group already: a handler of signals, say, can't wait for another");
+  TORCH_CHECK_WITH(
+      DistBackendError, !runs_here(),
+      "this thread is in a call of the group already, so it can't wait for another (in a signal handler, for example)");
 }
 
 bool Lane::begin_inline() {

@@ -53,7 +53,7 @@ End joined(const End& one, const End& other) {
 bool is_before(const std::pair<Proc, End>& entry, Proc proc) { return entry.first < proc; }
 
 std::string versions(const Hello& hello, std::uint32_t build) {
-  return "the control plane here has version " + std::to_string(kVersion) + " (build " + std::to_string(build) +
+  return "the control plane of this host has version " + std::to_string(kVersion) + " (build " + std::to_string(build) +
          "), a peer has version " + std::to_string(hello.version) + " (build " + std::to_string(hello.build) +
          ", which accepts " + std::to_string(hello.oldest) + " and later): install the same package on all hosts";
 }
@@ -518,7 +518,7 @@ void Core::meet(const Event& event) {
   if (me < 0 || hosts > kMostDomains || ranks > kMostMembers) {
     act(Action::kRefuse).bytes = me < 0 ? "this process is no member of its world"
                                         : "a world of " + std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
-                                              " hosts is too large; start several of at most " +
+                                              " hosts is too large; start several worlds of at most " +
                                               std::to_string(kMostMembers) + " ranks on " +
                                               std::to_string(kMostDomains) + " hosts";
     return;

@@ -95,7 +95,7 @@ class Group {
 
   Status out_of_memory() {
     forget_failure();
-    text_ = "there is no memory for what the call needs";
+    text_ = "this process has no memory left for the call";
     return Status::kBroken;
   }
 

@@ -285,7 +285,7 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
   RETURN_IF_FAILED(pass());
   RETURN_IF_FAILED(wait(take_heads));
   if (is_strange_) {
-    text_ = "what came is no table of sizes";
+    text_ = "a peer sent bytes that are no table of sizes";
     return Status::kBroken;
   }
   if (!same) {

@@ -75,7 +75,7 @@ Status SharedWindow::open(const WindowPart* parts, Refusal* refusal) {
   for (std::size_t rank = 0; rank < parts_.size(); ++rank) {
     if (parts[rank].signals >= 0) continue;
     refusal->text = "rank " + std::to_string(rank) +
-                    " of the group has no memory that other ranks map for its part of a window: enlarge /dev/shm, or "
+                    " of the group has too little shared memory for its part of a window: enlarge /dev/shm, or raise "
                     "PARALLEL_STATE_SYMMETRIC_BYTES on all ranks";
     return Status::kUnsupported;
   }
@@ -129,7 +129,7 @@ Status SharedWindow::ended(int how, const char* call, int rank, Refusal* refusal
   if (how == kInterruptedTransfer) return Status::kInterrupted;
   if (how == kInsideWait) {
     refusal->text =
-        std::string(call) + ": a handler of signals can't call it while it interrupts a transfer between hosts";
+        std::string(call) + ": a signal handler can't make this call while it interrupts a transfer between hosts";
     return Status::kWrongArgument;
   }
   if (rank >= 0 && handle_->has_left(rank)) return refusal->loss = Loss(rank), Status::kPeerDied;

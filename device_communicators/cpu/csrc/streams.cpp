@@ -473,7 +473,7 @@ bool Streams::Stream::begin_body(const Form& form) {
       missing_.add(early_->bytes.get(), form.head_bytes);
       return expect({{early_->bytes.get() + form.head_bytes, bytes}}, bytes), true;
     }
-    fail("there is no memory for " + std::to_string(form.bytes) + " bytes that came before they were asked for");
+    fail("there is no memory for " + std::to_string(form.bytes) + " bytes that arrived before this rank received them");
     return false;
   }
   if (!match(reading_, form)) return reading_ = nullptr, false;
