@@ -102,11 +102,12 @@ def _body() -> tuple[float, str, object]:
 
 
 def _launch_two(*limited: tuple[int, int]) -> None:
+    launch = ps.launch  # imported before the limit
     for which, value in limited or [(resource.RLIMIT_CORE, 0)]:
         soft, hard = resource.getrlimit(which)
         resource.setrlimit(which, (value, hard))
         try:
-            told = f"found {ps.launch(_body, nproc=2, tensor_model_parallel_size=2)}"
+            told = f"found {launch(_body, nproc=2, tensor_model_parallel_size=2)}"
         except ps.LaunchError as error:
             told = f"told {error}".replace("\n", " | ")
         resource.setrlimit(which, (soft, hard))
