@@ -341,7 +341,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """Includes the group's calls in the state that this rank reports. Does nothing if the group has no control plane."""
+    """Includes the group's calls in the state that this rank reports, if the group has a control plane."""
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return
