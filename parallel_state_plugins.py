@@ -71,7 +71,9 @@ def vllm_general() -> None:
 
 
 def sglang_general() -> None:
-    """Entry point of `sglang.srt.plugins`."""
+    """Makes SGLang's CPU groups use this library, if PARALLEL_STATE_PLUGIN contains `sglang`. SGLang calls this at its
+    start.
+    """
     if not is_wanted("sglang"):
         return
     try:

@@ -46,8 +46,8 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns a ResourceLimitError if `error` means that a resource ran out, else `error`. An error of this library is
-    always returned itself, with the resource added to its text.
+    """Returns a ResourceLimitError if `error` means that a resource ran out while `doing`, else `error`. An error of
+    this library keeps its class; the resource is added to its text.
     """
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):

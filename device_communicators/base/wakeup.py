@@ -74,8 +74,8 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Moves the descriptor `new` to the number `old`, if `old` is still open on the pipe with this inode. Returns the
-    resulting descriptor.
+    """Moves the descriptor `new` to the number `old` and returns `old`. If `old` isn't open on the pipe `inode` any
+    more, returns `new`.
     """
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:

@@ -30,7 +30,7 @@ _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Returns the module and "", or None and the reason."""
+    """Compiles and imports the module of torch's backend. Returns it and "", or None and the reason."""
     try:
         path, problem = native.find_or_compile(recipe())
     except (OSError, BuildError, CacheError) as error:

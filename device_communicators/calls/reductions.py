@@ -49,8 +49,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns a tensor and an op to use instead of `x` and `reduce_op`. The third value is `x` if the result must be
-    copied into it, else None.
+    """Returns a tensor and an op that the transports can reduce and that give the result of `x` and `reduce_op`. The
+    third value is `x` if the result must be copied into it, else None.
     """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x

@@ -86,7 +86,9 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A collective call. All fields must be equal on all ranks; only `method` may vary within a class of `_CLASSES`."""
+    """A collective call. All fields must be equal on all ranks, except that methods of one class in `_CLASSES` match
+    each other.
+    """
 
     method: str
     dtype: torch.dtype | None = None

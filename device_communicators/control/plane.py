@@ -258,9 +258,7 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Starts the thread that runs callbacks, if it doesn't run yet. Before `meet`, this lets the process answer
-        questions.
-        """
+        """Starts the thread that answers other ranks' questions and runs callbacks, if it doesn't run yet."""
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return

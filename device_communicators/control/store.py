@@ -165,8 +165,8 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns the number of the client in C++. Raises OSError if the host's name isn't resolved within max(limit_s,
-        2 s).
+        """Returns C++'s handle of the client, which it creates at the first call. Raises OSError if the host's name
+        isn't resolved within max(limit_s, 2 s).
         """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))

@@ -67,8 +67,8 @@ class Connections:
         self._unanswered: dict[socket.socket, float] = {}
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose hosts acknowledged nothing for `limit_s`. Must be called several times within
-        `limit_s`.
+        """Returns the ranks whose hosts acknowledged nothing for `limit_s`. Silence is measured from call to call, so
+        this must be called several times within `limit_s`.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):

@@ -81,7 +81,9 @@ class StreamReceiver(_StreamEnd):
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler or decoder that runs while its own thread is in a transfer."""
+        """True if this thread is already in a transfer: a signal handler interrupted the transfer, or a decoder runs in
+        it.
+        """
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:

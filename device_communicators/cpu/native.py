@@ -367,8 +367,10 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 def find_or_compile(
     recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
-    """Returns the same as `_find`, but compiles a missing file. Logs the usual time for `recipe` and `announced_with`,
-    or nothing if `announced_with` is None.
+    """Returns the path of the compiled file and "", or None and a reason. Compiles a missing file.
+
+    Before that, logs how long `recipe` and the recipes `announced_with`, compiled at the same time, usually take. Logs
+    nothing if `announced_with` is None.
     """
     found, flaw = _find(recipe, packaged)
     if found is not None:

@@ -146,7 +146,9 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Returns a digest of torch's headers. Two builds of one torch version can differ in generated headers."""
+    """Returns a digest of the torch headers that `sources` include: two builds of one torch version can have different
+    headers.
+    """
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()

@@ -92,7 +92,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """Measured calls by method. `last`: how often each global rank arrived last in a call."""
+    """Number and durations of the group's calls, by method. `last`: how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -161,7 +161,9 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Orders a broadcast message among the group's collectives. Every rank must call this before the message."""
+        """Gives a broadcast from `src` its place among the group's collectives. Every rank must call this before the
+        message is sent or received. `spin_ns`: how long a wait spins before it sleeps.
+        """
         begin_sending()
         started = time.monotonic()
         status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
@@ -421,8 +423,8 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait. `place`: the suspected rank in the group, or OUTSIDE. `reporter` and
-    `reason`: the rank that gave up, and its status.
+    """Returns the error of a failed wait. `place`: the suspected rank, or OUTSIDE for a rank outside the group. If a
+    rank gave up the wait, `reporter` is this rank and `reason` its status.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

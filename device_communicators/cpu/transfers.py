@@ -269,8 +269,8 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError in a signal handler that interrupted a transfer, because messages would mix. Within a host,
-        raises only for transfers in the same direction with the same peer.
+        """Raises UsageError if a signal handler interrupted a transfer of its thread, because messages would mix.
+        Within a host, only transfers in the same direction with the same peer are refused.
         """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)

@@ -146,7 +146,11 @@ class _Roll:
         self._attempts: list[str] = []
 
     def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
-        """Returns all ranks' entries in order, or at the deadline the missing ranks."""
+        """Exchanges the ranks' entries. Returns all entries in rank order and [], or at the deadline [] and the missing
+        ranks.
+
+        Calls `check`, which can raise, while it waits.
+        """
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = longest_s if self._store.waits_in_server else _SHORTEST_NAP_S
         look_at = time.monotonic()
@@ -167,8 +171,8 @@ class _Roll:
             check()
 
     def _give_up(self) -> list[int]:
-        """Closes the current exchange attempt. Returns the ranks that are missing from every attempt, or else from the
-        last.
+        """Ends this attempt to exchange entries. Returns the ranks that took part in none of the attempts; if there are
+        none, the ranks that are missing from the last attempt.
         """
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks

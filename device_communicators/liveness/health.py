@@ -263,8 +263,8 @@ class Watcher:
         """Shares the control plane of `other`. `give_up` of this watcher then fails only groups that use this watcher.
         Closing `other` closes this watcher.
 
-        Each rank calls this with the same new `name`, and then `gather`. Peers lose a `give_up` that arrives before
-        they have called this.
+        Each rank calls this with the same new `name`, and then `gather`, which waits for all ranks: a rank ignores a
+        `give_up` that arrives before it has called `join`.
         """
 
         def take_failure(rank: int, text: bytes) -> bytes:
@@ -569,7 +569,7 @@ class Watcher:
                     world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Returns the deaths of `ranks` in order of detection. Takes no time if no rank has died."""
+        """Returns the known deaths of `ranks` in order of detection. Doesn't wait."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)
@@ -600,7 +600,8 @@ class Watcher:
         return self.deaths_of(ranks)
 
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
-        """Waits for a death that explains why the connection to `suspects` broke. Returns the deaths of `ranks`.
+        """Waits until a death in `ranks` is known, or the `suspects`, whose connections broke, have replied. Returns
+        the deaths of `ranks`.
 
         If a suspect on another host doesn't reply, waits longer: an unreachable host is reported within the heartbeat
         limit + 2 heartbeats.

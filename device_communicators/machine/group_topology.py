@@ -28,7 +28,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """A property that the group has if all ranks have it. As a condition, this object is true if `holds` is."""
+    """Result of a vote: `holds` is True if all ranks have the property. The object's truth value is `holds`."""
 
     holds: bool
     reason: str

@@ -118,8 +118,8 @@ class Watch:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """Waits until the device has finished all calls. Returns False after a failure, or after
-        min(limit_s, timeout).
+        """Waits until the device has finished all calls. Returns False after a failure, after `limit_s`, or after the
+        group's timeout.
         """
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():

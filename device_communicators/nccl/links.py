@@ -45,7 +45,9 @@ class Link:
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """Enqueues transfers of the tensors on `stream`. The peer must pass the same number of contiguous tensors."""
+        """Enqueues a send or a receive, as `operation` says, of each tensor on `stream`. The peer must pass the same
+        number of contiguous tensors.
+        """
         handle, function = self.handles[operation], self._functions[operation]
         with handle.lock, nullcontext() if len(tensors) == 1 else handle.group(operation):
             for x in tensors:

@@ -72,8 +72,8 @@ class PeerDevice:
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """Starts CUDA and returns the rank's device. Every rank must call this. If CUDA fails on one rank, all ranks raise
-    NotSharedError.
+    """Starts CUDA and returns `device`, or a new PeerDevice for the group's device if `device` is None. Every rank must
+    call this. If CUDA fails on one rank, all ranks raise NotSharedError.
     """
     found: list[PeerDevice] = [] if device is None else [device]
     run_on_all_ranks(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)

@@ -242,8 +242,8 @@ class Admission:
 def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
-    """Decides thresholds and algorithm of the group. Every rank must call this. `thresholds`, if passed, replace the
-    table's.
+    """Decides which algorithm and sizes all ranks of the group use; every rank must call this. Uses `thresholds` if
+    passed, else those of the table for this GPU.
     """
     tables: list[Table] = []
     facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))

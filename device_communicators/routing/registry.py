@@ -145,7 +145,7 @@ def unique_name(stem: str) -> str:
 
 def find_route(key: str) -> Route:
     """Returns the route of the group `key`. Raises GroupDestroyedError if the group was destroyed, and
-    GroupNotInitializedError if the name is unknown.
+    GroupNotInitializedError if there was never one.
     """
     route = _ROUTES.get(key)
     if route is None or route.closed or route.first_failure is not None:

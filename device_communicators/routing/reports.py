@@ -112,8 +112,8 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that only some ranks completed, and these ranks. Returns None if these ranks aren't all in the
-    same next call.
+    """Returns a call that some ranks completed and others didn't, and the ranks that completed it. Returns None if
+    these aren't all in the same next call.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -189,8 +189,9 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns each rank's report for the lowest call number, because some ranks can already be in the next call. If a
-    rank's call with this number is unknown, returns `reports`.
+    """Returns each rank's report for the lowest call number in `reports`. Some ranks can already be in the next call.
+
+    If a rank's call with this number is unknown, returns `reports`.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

@@ -185,7 +185,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Starts or stops direct calls of compiled ops to the first communicator's C++ code, without this route."""
+        """Decides if compiled ops call the first communicator's C++ code directly, or call this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)

@@ -58,7 +58,7 @@ class FusionReport:
 
 
 def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
-    """Fuses in place the all-reduces of AOTAutograd's functional graph. Idempotent.
+    """Replaces each all-reduce that an RMS norm follows by one fused op, in AOTAutograd's functional graph. Idempotent.
 
     The caller must recompile the graph's module.
     """

@@ -136,8 +136,8 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Matches a written-out norm from `square` to the product of x and rsqrt(mean(x²) + eps). Returns this product and
-    eps.
+    """Matches the nodes that compute x · rsqrt(mean(x²) + eps), where `square` is x². Returns the node of the product,
+    and eps.
     """
     mean = _only_user(square)
     last = _value(found.add).dim() - 1

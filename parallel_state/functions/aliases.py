@@ -48,9 +48,9 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
 def get_tensor_and_data_parallel_group(
     check_initialized: bool = True, with_context_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `tp_dp` group, or `tp_dp_cp` with context parallelism.
+    """Returns the `tp_dp` group, or `tp_dp_cp` if `with_context_parallel`.
 
-    Before the init, raises GroupNotInitializedError, or with `check_initialized=False` returns None.
+    Before the init, raises GroupNotInitializedError, or returns None if `check_initialized` is False.
     """
     name = "tp_dp_cp" if with_context_parallel else "tp_dp"
     return state.get_group(name) if check_initialized else state.try_get_group(name)
@@ -68,17 +68,17 @@ def get_expert_data_parallel_group(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    """Returns the gloo ProcessGroup."""
+    """Returns the gloo ProcessGroup of `get_expert_data_parallel_group` with the same argument."""
     return state.get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Returns the size of `get_expert_data_parallel_group(…)`."""
+    """Returns the size of `get_expert_data_parallel_group` with the same argument."""
     return len(state.get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Returns this rank's position in the group."""
+    """Returns this rank's position in `get_expert_data_parallel_group` with the same argument."""
     return state.get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 

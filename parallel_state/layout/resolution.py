@@ -3,9 +3,11 @@
 The layout has two numberings of the same ranks, like Megatron's two RankGenerators:
 
 - dense:   the given order, without `ep`;
-- experts: `etp` in place of `tp`, `efsdp` in place of `dp_shard`, without axes that split a sequence.
+- experts: `etp` (expert tensor parallel) in place of `tp`, `efsdp` (expert data parallel) in place of `dp_shard`,
+  without axes that split a sequence.
 
-Three divisions can each add a numbering: `dcp` divides `tp`, optimizer instances divide `edp`, nodes divide `dp`.
+Up to three numberings more have one axis in two parts: `tp` divided by `dcp` (decode context parallel), `edp` by
+optimizer instances, `dp` by nodes.
 """
 
 from __future__ import annotations

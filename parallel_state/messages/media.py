@@ -51,7 +51,7 @@ _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 class Medium(Protocol):
-    """Carries messages to one rank, or to all ranks if `call` is a broadcast."""
+    """A way to carry messages: to one rank, or to all ranks if the call is a broadcast."""
 
     takes_many: bool
     """True if many small CPU tensors cost no more than one tensor of their total size."""

@@ -65,7 +65,9 @@ NOTHING = object()
 
 
 class AllGatherGroup(Protocol):
-    """A group whose ranks hold equal tensors. Each rank receives one slice of a tensor and gathers the other slices."""
+    """A group whose ranks all need the same tensors. The sender sends each rank one slice of a tensor; the ranks
+    exchange the slices by `all_gather`.
+    """
 
     world_size: int
     rank_in_group: int

@@ -122,9 +122,9 @@ class Agreement:
     ) -> str:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
-        The name ends with the attempt's number, not with a random text, because DTensor's caches find a later world's
-        groups by name. A rank that misses an attempt joins the next. If a rank passes a `problem`, all ranks raise
-        CommunicationError.
+        After a timeout the ranks try again together, also those that were late. The name ends with the number of the
+        try: DTensor's caches find a later world's groups by name, so it can't be random. If a rank passes a `problem`,
+        all ranks raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
@@ -178,7 +178,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's address of the previous attempt from the store. No rank uses the address after `meet`."""
+        """Deletes from the store this rank's address of the previous try of `meet`, which no rank uses any more."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

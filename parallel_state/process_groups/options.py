@@ -19,8 +19,8 @@ class GroupOptions:
     """Options for the process groups of one axis. A backend or timeout of None is replaced by
     initialize_model_parallel's.
 
-    The last four are for NCCL only. `cga_cluster_size` is the size of thread-block clusters. `min_ctas` and `max_ctas`
-    limit the thread blocks of a communicator.
+    `high_priority_stream`, `cga_cluster_size` (the size of thread-block clusters), `min_ctas` and `max_ctas` (limits of
+    a communicator's thread blocks) are for NCCL only.
     """
 
     backend: str | None = None

@@ -340,9 +340,8 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program, not this library, made the group.
-
-        Without `everyone`, returns False for the default group.
+        """Returns True if the program, not this library, made the group. For the default group, returns `everyone` in
+        this case.
         """
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)

@@ -147,9 +147,10 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun, or this library's `launch`, serves the store of the rendezvous.
+    """Returns True if torchrun or this library's `launch` serves the store at `address`.
 
-    `launch` sets no environment variable for this, because programs that a rank starts would inherit the variable.
+    `launch` is recognized by a module that its workers import. Programs that a rank starts would inherit an environment
+    variable.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True

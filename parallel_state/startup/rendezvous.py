@@ -403,9 +403,9 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a rank repeats its complaint that rank 0 can't be reached.
+        """Returns True if a rank repeats its complaint that it can't reach rank 0.
 
-        Deletes the first complaint, because rank 0 was perhaps only suspended, or the network interrupted.
+        The first complaint is deleted: perhaps rank 0 was only suspended, or the network was interrupted.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at

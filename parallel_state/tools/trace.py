@@ -1,4 +1,4 @@
-"""`python -m parallel_state trace FOLDER`: merges the ranks' traces, with arrows, and prints the longest waits."""
+"""`python -m parallel_state trace FOLDER`: merges the ranks' traces into one file and prints the longest waits."""
 
 from __future__ import annotations
 

@@ -163,7 +163,9 @@ class GroupCoordinator(GroupView):
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """Returns a list: for each tensor of `input_`, all ranks' tensors along dim 0. Rank r has `sizes[r]` rows."""
+        """Concatenates the ranks' tensors along dim 0; rank r has `sizes[r]` rows. Returns a list, with a result for
+        each tensor.
+        """
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
             raise InvalidArgumentError("all_gatherv with output needs a single tensor, but input_ is a list")

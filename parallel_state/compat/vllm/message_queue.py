@@ -262,7 +262,9 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Adds the exited process's PID to errors within the block. After `shutdown`, raises RuntimeError instead."""
+        """Names the process that exited in errors of the block. If `shutdown` was called, the errors become
+        RuntimeError.
+        """
         try:
             yield
         except (PeerDiedError, GroupDestroyedError) as error:

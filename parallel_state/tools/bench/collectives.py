@@ -47,7 +47,9 @@ class TensorTeam:
         """Waits until the device is idle."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the library adds elements. An MPI without bfloat16 adds bfloat16 as int16."""
+        """Returns the dtype in which the measured library sums elements of `dtype`: int16 for bfloat16 in an MPI
+        without bfloat16.
+        """
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

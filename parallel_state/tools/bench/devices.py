@@ -19,7 +19,7 @@ from parallel_state.startup import environment
 def share_gpus() -> str:
     """Lets several ranks share a GPU if there are more ranks than GPUs. Call this before CUDA starts.
 
-    Returns a description, or "" if ranks don't share GPUs.
+    Returns a text that says how the GPUs are shared, or "" if they aren't.
     """
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size

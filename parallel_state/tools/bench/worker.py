@@ -23,9 +23,10 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank: `elapsed_s`, the duration of all calls, or the time at which each call started or ended.
+    """The times of one rank: `elapsed_s`, the duration of all its calls, or in ns of the host's clock when each call
+    started or ended.
 
-    One rank reports starts, the others ends, in ns of the host's clock. A call ends when its last rank reports the end.
+    In the second case one rank has `starts_ns`, the others `ends_ns`. A call ends when its last rank has ended it.
     """
 
     elapsed_s: float = 0.0

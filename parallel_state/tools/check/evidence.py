@@ -24,7 +24,9 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Facts and measurements of all ranks. Ranks are numbered from 1 in the order of their arrival."""
+    """Facts and measurements of all ranks. Keys are numbers from 1 in the order of arrival, because two processes can
+    claim one rank.
+    """
 
     arrivals: Sequence[Facts]
     world_size: int

@@ -59,7 +59,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Applies `test` to each group of ranks with a common key. A rank can have several keys."""
+    """Returns a predicate that applies `test` to the ranks of each key. `keys` returns the keys of a rank."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]

@@ -131,9 +131,9 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Sends to the next rank and receives from the previous one. Returns True if the received values are right.
+    """Sends `mine` to the next rank. Returns True if the tensor from the previous rank is `ramp` plus that rank.
 
-    If all ranks sent first, they could wait for each other.
+    Odd ranks receive before they send: if all ranks sent first, they could wait for each other.
     """
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size

@@ -136,9 +136,9 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:
-    """Returns axes of group `name` that have more than one rank, fastest-varying first.
+    """Returns the axes of group `name` that have more than one rank, fastest-varying first.
 
-    If the group is a part of another group, returns the axes of that whole group.
+    For a part of another group, as `intra_edp` is of `edp`, returns the other group's axes.
     """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)

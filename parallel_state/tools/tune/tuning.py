@@ -133,7 +133,7 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Returns candidate -> median time in µs. Each sample is the slowest rank's time."""
+        """Returns algorithm -> median time in µs of `operation`. Each sample is the slowest rank's time."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
@@ -307,9 +307,10 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
-    """Returns candidate -> largest size in bytes for which the candidate is used (0: none).
+    """Returns algorithm -> largest size in bytes for which it is used (0: none). `times` maps sizes to the algorithms'
+    times.
 
-    `order` lists the candidates for small sizes first; the last one is used for the rest and isn't in the result.
+    `order` lists the algorithms, those for small sizes first; the last is used for the rest and isn't in the result.
     Minimizes the product of times, so that every size has the same weight.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
