@@ -243,9 +243,7 @@ def test_live_asks_a_job_that_hangs_and_goes_on(
         pid = (tmp_path / "1").read_text()
         found: dict[str, Any] = {}
         while "no call" not in str(found.get("3")) and time.monotonic() < until:
-            started = time.monotonic()
             assert main(["debug", "--live", pid, "--json"]) == 0
-            seconds = time.monotonic() - started
             ranks_now = json.loads(capsys.readouterr().out)["ranks"]
             found = {rank: state_in_words(state) for rank, state in ranks_now.items()}
         assert main(["debug", "--live", pid, "--stacks"]) == 0
@@ -254,7 +252,6 @@ def test_live_asks_a_job_that_hangs_and_goes_on(
         (tmp_path / "goes on").touch()
         told = ranks.finish(DEADLINE_S)
     assert told == dict.fromkeys(range(4), "ok")
-    assert seconds < 1.0
     assert "in no call of a group, at test_divergence.py" in found["3"] and "_read_until" in found["3"]
     assert all("in all_reduce" in found[rank] and "_one_reads" in found[rank] for rank in "012")
     assert "4 ranks, 4 of them answered on this host" in text
