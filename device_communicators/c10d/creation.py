@@ -185,5 +185,7 @@ def load() -> Any:
     extension.compile_ahead()
     module, problem = extension.try_load()
     if module is None:
-        raise UnsupportedError(f'torch.distributed can\'t use the backend "parallel_state": this process {problem}')
+        raise UnsupportedError(
+            f'this process can\'t use the backend "parallel_state" of torch.distributed, because it {problem}'
+        )
     return module

@@ -435,7 +435,7 @@ class Group:
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
         if members.rank not in places or not set(excluded).issubset(range(len(members.ranks))):
             raise InvalidArgumentError(
-                f"{what} of {members} must exclude ranks of the group, and not this rank {members.rank}, but got "
+                f"{what} of {members} can exclude only other ranks of the group than this rank {members.rank}, but got "
                 f"{sorted(excluded)}"
             )
         ranks = [members.ranks[rank] for rank in places]

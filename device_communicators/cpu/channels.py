@@ -40,7 +40,7 @@ class QueueMemory:
                 library.ps_unmap(self.control_address, control_bytes)
             raise SegmentError(
                 f"a message queue's {control_bytes >> 10} KiB of shared memory can't be mapped into this process: "
-                f"{describe_address_space()}"
+                f"{describe_address_space()}; raise the limit of address space (ulimit -v)"
             )
         self.windows: int | None = library.ps_windows_new(first_page, data_bytes, _PAGE_BYTES)
         # One descriptor per group would be too many; older kernels need it.

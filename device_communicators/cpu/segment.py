@@ -95,7 +95,8 @@ class Segment:
             os.posix_fallocate(self.descriptor, offset, size_bytes)
         except OSError as error:
             raise SegmentError(
-                f"{DIRECTORY} has no room for {max(1, size_bytes >> 20)} MiB: {error.strerror}"
+                f"{DIRECTORY} has no room for {max(1, size_bytes >> 20)} MiB of shared memory ({error.strerror}); make "
+                f"{DIRECTORY} larger"
             ) from error
 
     def unlink(self) -> None:

@@ -451,7 +451,9 @@ class Route:
         if self.first_failure is not None:
             raise failed_earlier(self.context, self.first_failure) from self.first_failure
         if self.suspended and operation not in ("suspend", "resume"):
-            raise UsageError(f"{operation} on {self.context}, which is suspended; call resume() on every rank first")
+            raise UsageError(
+                f"{operation} on {self.context} failed: the group is suspended; call resume() on every rank first"
+            )
         if self.context.deaths():  # an operation that began now could wait until its deadline
             if self.context.watcher is not None:
                 self.context.watcher.await_death_of(self.context.failure_ranks, 0)  # and ranks that die with it

@@ -108,7 +108,10 @@ def _move_inputs_up(graph: Graph, found: Found) -> None:
     between = list(graph.nodes)[order[found.all_reduce] : last]
     written = next(filter(fuse_match.writes, between), None)
     if written is not None:
-        raise NoMatch(f"node {written.name} of the graph changes a tensor in place between the all_reduce and the norm")
+        raise NoMatch(
+            f"node {written.name} of the graph changes a tensor in place between the all_reduce and the norm, so they "
+            "can't be fused"
+        )
     for node in needed:
         found.all_reduce.prepend(node)
 

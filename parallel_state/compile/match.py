@@ -57,12 +57,12 @@ def all_reduces(graph: Graph) -> list[Node]:
 
 def find(all_reduce: Node) -> Found:
     if set(all_reduce.kwargs) - _TOKEN != {"x", "reduce_op", "group"}:
-        raise NoMatch(f"the all_reduce op has arguments that fusing doesn't know: {sorted(all_reduce.kwargs)}")
+        raise NoMatch(f"the all_reduce op has unknown arguments, so it can't be fused: {sorted(all_reduce.kwargs)}")
     if all_reduce.kwargs["reduce_op"] != "sum":
         raise NoMatch(f"the all_reduce computes {all_reduce.kwargs['reduce_op']}, not sum; only sum can be fused")
     results = [node for node in all_reduce.users if node.target is getitem and node.args[1] == 0]
     if len(results) != 1 or len(results[0].users) != 1:
-        raise NoMatch("the result of the all_reduce must be used once, by one addition, but is used otherwise")
+        raise NoMatch("to be fused, the result of the all_reduce must be used once, by one addition")
     reduced = results[0]
     add = next(iter(reduced.users))
     residual = _residual(reduced, add)
@@ -79,26 +79,34 @@ def find(all_reduce: Node) -> Found:
 
 def _residual(reduced: Node, add: Node) -> Node:
     if add.target is not _ATEN.add.Tensor or add.kwargs.get("alpha", 1) != 1:
-        raise NoMatch(f"the all_reduce is followed by {add.target}, not by an addition of the residual")
+        raise NoMatch(
+            f"the all_reduce is followed by {add.target}, not by an addition of the residual, so it can't be fused"
+        )
     residual = _other(add, reduced)
     if residual is None:
-        raise NoMatch("the result of the all_reduce is added to a number or to itself, not to a residual")
+        raise NoMatch(
+            "the result of the all_reduce is added to a number or to itself, not to a residual, so it can't be fused"
+        )
     if _value(add).dtype not in _WIDE or any(_value(each).dtype != _value(add).dtype for each in (reduced, residual)):
         raise NoMatch(
             f"the result of the all_reduce is {_value(reduced).dtype} and the residual {_value(residual).dtype}; "
-            "both must be the same float dtype"
+            "to be fused, both must have the same float dtype"
         )
     if not (_alike(reduced, residual) and _alike(reduced, add)) or _value(reduced).dim() == 0:
-        raise NoMatch("the residual has another shape or device than the result of the all_reduce")
+        raise NoMatch(
+            "the residual has another shape or device than the all_reduce's result, so their addition can't be fused"
+        )
     if not _same(_value(add).stride(), _value(reduced).stride()):
-        raise NoMatch("the residual has other strides than the result of the all_reduce")
+        raise NoMatch("the residual has other strides than the all_reduce's result, so their addition can't be fused")
     return residual
 
 
 def _one_node(found: Found) -> Found:
     norms = [node for node in found.add.users if node.target in _ONE_NODE and node.args[0] is found.add]
     if not norms:
-        raise NoMatch("no norm follows the addition of the all_reduce's result and the residual")
+        raise NoMatch(
+            "no norm follows the addition of the all_reduce's result and the residual, so nothing can be fused"
+        )
     norm = norms[0]
     _, shape, weight, eps, *_ = (*norm.args, None, None)
     normed = norm
@@ -107,12 +115,12 @@ def _one_node(found: Found) -> Found:
         if 0 not in results or 1 in results:
             raise NoMatch(
                 "the rsqrt of the norm is also used elsewhere, perhaps in a backward pass, or the result of the norm "
-                "is unused"
+                "is unused, so the norm can't be fused"
             )
         normed = results[0]
         found.inside.append(norm)
     if not isinstance(shape, (list, tuple)) or len(shape) != 1:
-        raise NoMatch("the norm is over other dims than only the last dim")
+        raise NoMatch("to be fused, the norm must be over the last dim only, not over other dims")
     return _complete(found, normed, weight, eps)
 
 
@@ -143,18 +151,18 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None
     if not isinstance(dims, (list, tuple)) or list(dims) not in ([-1], [last]) or mean.args[2:] != (True,):
-        raise NoMatch("the norm is over other dims than only the last dim")
+        raise NoMatch("to be fused, the norm must be over the last dim only, not over other dims")
     if mean.kwargs.get("dtype") not in (None, _value(square).dtype):
-        raise NoMatch("the norm takes the mean in another dtype than its input's")
+        raise NoMatch("to be fused, the norm must take the mean in the dtype of its input")
     plus = _only_user(mean)
     if plus.target not in (_ATEN.add.Tensor, _ATEN.add.Scalar) or plus.args[0] is not mean or plus.kwargs:
-        raise NoMatch("the norm adds no eps to the mean")
+        raise NoMatch("to be fused, the norm must add an eps to the mean")
     root = _only_user(plus)
     if root.target is not _ATEN.rsqrt.default:
-        raise NoMatch("the norm has no rsqrt after the mean")
+        raise NoMatch("the norm has no rsqrt after the mean, so it can't be fused")
     scaled = _only_user(root)
     if scaled.target is not _ATEN.mul.Tensor or _other(scaled, root) not in wides:
-        raise NoMatch("the norm's rsqrt isn't multiplied by the sum that the norm got")
+        raise NoMatch("to be fused, the norm's rsqrt must be multiplied by the sum that the norm got")
     found.inside += [square, mean, plus, root, scaled]
     return scaled, plus.args[1]
 
@@ -168,7 +176,7 @@ def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
         weight = _other(product, after) if product.target is _ATEN.mul.Tensor else None
         return weight, product
     if after.target is not _ATEN.mul.Tensor:
-        raise NoMatch("the norm has no weight")
+        raise NoMatch("the norm has no weight, so it can't be fused")
     weight = _other(after, scaled)
     if weight is not None and _converted(weight, torch.float32) is not None and dtype != torch.float32:
         found.inside.append(weight)
@@ -178,26 +186,27 @@ def _weighted(found: Found, scaled: Node) -> tuple[Node | None, Node]:
     product = _only_user(after)
     found.inside.append(after)
     if _converted(product, dtype) is not after:
-        raise NoMatch(f"the result of the norm isn't converted back to {dtype}, the dtype of its input")
+        raise NoMatch(f"to be fused, the result of the norm must be converted back to {dtype}, the dtype of its input")
     return weight, product
 
 
 def _complete(found: Found, normed: Node, weight: Any, eps: Any) -> Found:
     y = _value(found.add)
     if not isinstance(weight, Node):
-        raise NoMatch("the norm has no weight")
+        raise NoMatch("the norm has no weight, so it can't be fused")
     if not isinstance(eps, float):
         raise NoMatch(
-            "the eps of the norm isn't a constant (with dynamic=True, set torch._dynamo.config.specialize_float)"
+            "the norm can't be fused, because its eps isn't a constant (with dynamic=True, set "
+            "torch._dynamo.config.specialize_float)"
         )
     scale = _value(weight)
     if scale.dtype != y.dtype or scale.device != y.device or not _same(scale.shape, y.shape[-1:]):
         raise NoMatch(
-            f"the weight of the norm is {list(scale.shape)} {scale.dtype}; it must have the last dim, dtype and "
-            "device of the norm's input"
+            f"the weight of the norm is {list(scale.shape)} {scale.dtype}; to be fused, it must have the last dim, "
+            "dtype and device of the norm's input"
         )
     if not _is_result(normed, y.dtype, found):
-        raise NoMatch("the result of the norm has another shape or dtype than its input")
+        raise NoMatch("to be fused, the result of the norm must have the shape and dtype of its input")
     found.weight, found.eps, found.normed = weight, eps, normed
     return found
 
@@ -253,7 +262,7 @@ def _limits(node: Node, x: Node) -> set[str]:
 def _value(node: Node) -> Tensor:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        raise NoMatch(f"node {node.name} of the graph has no tensor metadata")
+        raise NoMatch(f"node {node.name} of the graph has no tensor metadata, so it can't be fused")
     return value
 
 
@@ -261,7 +270,8 @@ def _only_user(node: Node) -> Node:
     users = list(node.users)
     if len(users) != 1:
         raise NoMatch(
-            f"the intermediate result {node.name} of the norm is also used elsewhere, perhaps in a backward pass"
+            f"the intermediate result {node.name} of the norm is also used elsewhere, perhaps in a backward pass, "
+            "so the norm can't be fused"
         )
     return users[0]
 
@@ -311,7 +321,10 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
     while waiting:
         node = waiting.pop()
         if node is found.all_reduce:
-            raise NoMatch("the residual, the weight or the scale is computed from the result of the all_reduce")
+            raise NoMatch(
+                "the residual, the weight or the scale is computed from the result of the all_reduce, so the norm can't "
+                "be fused"
+            )
         if order[node] > start and node not in needed:
             needed.add(node)
             waiting += node.all_input_nodes

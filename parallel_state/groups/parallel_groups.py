@@ -339,7 +339,9 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
             "create_parallel_groups() or simulate()"
         )
     if intra_node_size is not None and intra_node_size < 2:
-        raise LayoutError(f"intra_node_size must be at least 2, or None for the dp group, but is {intra_node_size!r}")
+        raise LayoutError(
+            f"intra_node_size must be at least 2, or None for all ranks of the dp group, but is {intra_node_size!r}"
+        )
     size = groups.layout.size("dp") if intra_node_size is None else intra_node_size
     return groups.divide({"dp_shard": size, "dp_replicate": None})
 

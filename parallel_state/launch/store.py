@@ -131,7 +131,7 @@ def read_secret(path: str) -> bytes:
          f"of {SECRET_BYTES} to {_MOST_SECRET_BYTES} bytes (head -c 32 /dev/urandom), but has {len(secret)}"),
     ):  # fmt: skip
         if not fits:
-            raise InvalidArgumentError(f"secret_file must be {must}: {path!r}")
+            raise InvalidArgumentError(f"secret_file must be {must} (the file is {path!r})")
     return hashlib.sha256(secret).digest()  # HMAC pads keys with zeros: keys with different trailing zeros are equal
 
 

@@ -285,7 +285,7 @@ class MessageCalls(GroupFacts):
             )
         if all_gather_group is not None and not hasattr(all_gather_group, "rank_in_group"):
             raise InvalidArgumentError(
-                f"all_gather_group of {operation} on {self.context} must be a group, but is a "
+                f"all_gather_group of {operation} on {self.context} must be a GroupCoordinator, but is a "
                 f"{type(all_gather_group).__name__}"
             )
         if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):

@@ -222,7 +222,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
     """Reads a frame's header. Raises MessageDecodeError for a bad frame, or RemoteError if the sender sent an error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
-        raise not_a_message(f"it has {len(data)} bytes, not {FRAME_BYTES}", context, src)
+        raise not_a_message(f"its frame has {len(data)} bytes, not {FRAME_BYTES}", context, src)
     header = parse_header(data, context, src)
     if header.is_error:
         raise remote_error(data[_HEADER.size : _HEADER.size + header.body_bytes], context, src)
@@ -232,7 +232,9 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
     """Reads and checks a header. `head_bytes`, if known, is the size of the whole head: this header and the body."""
     if len(data) < _HEADER.size:
-        raise not_a_message(f"it has {len(data)} bytes", context, src)
+        raise not_a_message(
+            f"its {len(data)} bytes are fewer than the {_HEADER.size} of a message's header", context, src
+        )
     magic, kind, slices, tensors, _, body_bytes, tensor_bytes = _HEADER.unpack_from(data)
     limit = settings.MAX_METADATA_BYTES.get()
     problem = None

@@ -199,7 +199,7 @@ def test_a_long_error_text_is_cut_to_the_frame(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("size", [0, 1, 4, 31, 32, 33, FRAME_BYTES - 1, FRAME_BYTES + 1])
 def test_a_frame_of_another_size(size: int) -> None:
     frame = torch.cat([frame_of(BODY + b"\0\0", tensors=2, tensor_bytes=BYTES), torch.zeros(1, dtype=torch.uint8)])
-    check_refused(frame[:size].clone(), f"it has {size} bytes, not {FRAME_BYTES}")
+    check_refused(frame[:size].clone(), f"its frame has {size} bytes, not {FRAME_BYTES}")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,10 @@ class _Ring:
             segment.allocate(self._size_bytes)
         self._address = self._library.ps_map(segment.descriptor, self._size_bytes, 0) or 0
         if not self._address:
-            raise SegmentError(f"this process can't map {self._size_bytes >> 10} KiB of shared memory")
+            raise SegmentError(
+                f"this process can't map {self._size_bytes >> 10} KiB of shared memory; raise the limit of address "
+                "space (ulimit -v)"
+            )
         ends = tuple(range(readers + 1))
         self._facts = (c_int64 * (2 * len(ends))).from_address(self._address)
         """PID and PID namespace of each end, the writer first."""

@@ -201,7 +201,9 @@ def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
 @functools.lru_cache(maxsize=32)
 def _device_type(name: str) -> str:
     if name == "meta" or torch.device(name).type != name:
-        raise MessageDecodeError(f"a message claims a tensor on {name!r}, which must be a device type that has memory")
+        raise MessageDecodeError(
+            f"a message claims a tensor on the device type {name!r}, on which no tensor has memory"
+        )
     return name
 
 
