@@ -103,7 +103,9 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the region's op. Without gradients, calls `kernel`, because compiler passes recognise its plain ops."""
+    """Calls the differentiable op `name`. If gradients are disabled, calls `kernel`, because compiler passes recognise
+    the torch ops in `kernel`.
+    """
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

@@ -101,7 +101,6 @@ class Call:
         return self._done.is_set()
 
     def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
-        """Waits until the call returns. Returns False if `deadline` passes, or `ended()` becomes true, before."""
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()

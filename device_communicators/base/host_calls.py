@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
     """Returns a decorator that makes torch.compile break the graph at the function. Under `fullgraph=True`, torch's
-    error quotes `advice`, one line.
+    error contains `name` (default: the function's) and `advice`, one line.
 
     Apply the decorator below `property`, `contextmanager` and similar decorators.
     """

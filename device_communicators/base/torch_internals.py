@@ -414,13 +414,12 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Keeps the order of ops in a traced graph: each op writes to a token, and each graph has its own copy of the
-    token.
+    """Keeps the order of ops in a traced graph: each op writes to a token. Each graph has its own copy of the token.
 
     Writing to the caller's token would mutate the graph's input, or a constant of an exported program.
 
-    The backward uses the ops' saved results: recomputed collectives would have no order relative to the backward's.
-    Only an activation budget of 0, or a checkpoint that recomputes, repeats the ops, all of them in order.
+    The backward uses the ops' saved results: repeated collectives could run in any order relative to collectives of the
+    backward. With an activation budget of 0, or in a checkpoint that recomputes, all ops are repeated, in order.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -441,8 +440,8 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the policy of `_recompute_policy` from the token's graph node. Otherwise the backward would repeat ops
-    whose only input is the token.
+    """Removes the recompute policy from the token's graph node, so that torch's partitioner decides. Otherwise the
+    backward would repeat ops whose only input is the token.
     """
     proxies = get_proxy_mode()
     if proxies is not None:

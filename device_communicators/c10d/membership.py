@@ -251,8 +251,8 @@ class _SameCall:
         self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
 
     def enter(self) -> None:
-        """Checks that all members passed the same handles to `reconfigure`. If not, this member raises
-        ConfigMismatchError here, and the other members in `look`.
+        """Checks that all members passed the same handles to `reconfigure`. A member whose handles differ from the
+        first member's raises ConfigMismatchError; the others raise it in `look`.
         """
         found = self._store.compare_set("call", "", self._call).decode()
         if found != self._call:

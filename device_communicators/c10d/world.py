@@ -109,7 +109,7 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store that a group of `ranks` uses after its creation: `store`, or if `outlives_store` is True, a
+        """Returns the store that a group of `ranks` uses after its creation: `store`, or if `self.outlives_store`, a
         store that the lowest rank of `ranks` serves.
         """
         found = self.watcher.store_of(ranks) if self.outlives_store else None

@@ -45,7 +45,6 @@ class Operation:
 
 
 def write(folder: Path, rank: int, groups: list[dict[str, Any]], control: Iterable[bytes] = ()) -> Path:
-    """Writes this rank's records to `folder`. Replaces files that this process wrote earlier."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{rank}-{os.getpid()}.json"
     content = {"rank": rank, "pid": os.getpid(), "now_s": time.monotonic(), "groups": groups}

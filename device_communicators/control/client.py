@@ -72,7 +72,7 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Ends the request. Keeps the connection for reuse if a reply arrived, but not after a `hold` request.
+        """Ends the request. Keeps the connection for reuse if a reply arrived, but not after `ControlStore.hold`.
         Idempotent.
         """
         handle, self._handle = self._handle, 0

@@ -380,14 +380,14 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the last events, 32 to 64 KiB, or b"" if there was no memory for them. Values of agreements can
-        contain secret tokens.
+        """Returns the last events, 32 to 64 KiB, or b"" if there was no memory for them. The events can contain secret
+        tokens that were passed to `agree`.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
-        """Tells peers that this process leaves. Returns when other hosts' kernels have received that message, after at
-        most `linger_s` + 2 s. Idempotent.
+        """Tells peers that this process leaves. Returns when the other hosts' operating systems have received that
+        message, after at most `linger_s` + 2 s. Idempotent.
         """
         if self._is_leaving or self._pid != os.getpid():
             return

@@ -154,7 +154,9 @@ class Channels:
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """Returns the queue from `src` to this rank, or with `broadcast` from `src` to all others."""
+        """Returns the queue from `src` to this rank, or with `broadcast` from `src` to all others. `kind`: TENSORS or
+        MESSAGES.
+        """
         key = (src, kind | KINDS if broadcast else kind)
         place = src, None if broadcast else self.members.rank, kind
         return self._receivers.get(key) or self._open(self._receivers, key, Receiver, place, src, broadcast)
@@ -193,7 +195,6 @@ class Channels:
         return Place(control, address, SHAPE, (src, *readers))
 
     def _where(self, src: int, dst: int | None, kind: int) -> tuple[int, int, tuple[int, ...]]:
-        """Returns the offset of a queue's data, the address of its counters, and its readers."""
         size = len(self.members.ranks)
         pairs = size * size * KINDS
         if dst is None:

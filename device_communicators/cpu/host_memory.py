@@ -543,8 +543,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns for how many ns a waiting rank polls, and how often it then yields. `group` and `everyone` are core
-    masks: of the group's ranks, and of all ranks on the host.
+    """Returns for how many ns a waiting rank polls, and how many times the rank then yields its core. `group` and
+    `everyone` are core masks: of the group's ranks, and of all ranks on the host.
 
     If there are more ranks than cores, polling would delay the awaited rank.
     """
@@ -557,7 +557,5 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Returns the wait policy for receivers of messages. They poll longer, because a sleeping receiver gets a message
-    50 us later.
-    """
+    """Lengthens polling for receivers of messages, because a sleeping receiver gets a message 50 us later."""
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

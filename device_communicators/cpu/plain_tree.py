@@ -191,7 +191,6 @@ class PlainObjects:
         self._packed = _keeping_the_gil(library.ps_packed, _Type, whole, _Type, _Type)
 
     def pack(self, value: object, limit: int, cut: _Cut = _WHOLE) -> Packed | None:
-        """Encodes an object. Returns None if only Python can encode it."""
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:

@@ -97,8 +97,8 @@ class FailureDomain:
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """Creates a domain of `ranks`. `root`: the domain's name, equal on all its ranks; "" for the whole world.
-        `is_root`: True if sub-groups get failure domains of their own.
+        """Creates a failure domain of `ranks`. `root`: the domain's name, equal on all its ranks; "" for the whole
+        world. `is_root`: True if sub-groups get failure domains of their own.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -395,8 +395,9 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Sends `value` to `ranks` and returns the decision of `World.agree`. A death among `watched` cancels the
-        agreement. Returns None if there is no control plane.
+        """Exchanges `value` between `ranks`. Returns the values of all `ranks`, or why `ranks` can't agree.
+
+        A death among `watched` cancels the exchange. Returns None if there is no control plane.
         """
         world, watched = self._world, frozenset(watched)
         if world is None or not self._places:

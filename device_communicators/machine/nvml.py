@@ -64,7 +64,7 @@ conversion of the result.
 
 
 class Nvml:
-    """Answers a question by the NVML function in `_CALLS`, or else by this class's method `_<question>`."""
+    """Reads facts about GPUs. `ask` calls the NVML function in `_CALLS`, or else the method `_<question>`."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml

@@ -518,7 +518,6 @@ class NcclCommunicator(Communicator):
 
 
 def _op_of(op: str, wide: Tensor, narrow: Tensor | None) -> str:
-    """Returns NCCL's operation for `op`. An average of floats becomes a sum, which `_finish` divides."""
     return "sum" if op == "avg" and (narrow is not None or wide.is_floating_point()) else op
 
 

@@ -102,8 +102,8 @@ class Handle:
         """Splits this communicator into one blocking communicator for each color, and returns this rank's. Every rank
         of this communicator calls `split` or `join_split`.
 
-        `context`: describes the new group. If the split fails, aborts this communicator and raises the errors of
-        `meet`.
+        `context`: describes the new group. If the split fails, aborts this communicator and raises PeerDiedError,
+        CollectiveTimeoutError or CommunicationError.
         """
         made, name = Handle(self.library, context), context.name.encode()
         config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)

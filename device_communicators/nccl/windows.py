@@ -143,7 +143,8 @@ class Windows:
     def allocate(
         self, size_bytes: int, register: Callable[[int, int], str | None], used_streams: Callable[[], list[int]]
     ) -> Tensor | None:
-        """Returns uninitialised bytes in registered memory, or None on all ranks. Every rank of the group calls this.
+        """Returns uninitialised bytes in registered memory. If one rank can't, all ranks return None. Every rank of the
+        group calls this.
 
         `register(address, size)` registers memory and returns the reason if that fails.
         """

@@ -106,7 +106,9 @@ class IpcSharing:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """Returns one handle for each peer, because torch's reference count allows one receiver per handle."""
+        """Returns a handle of this rank's memory for each peer, and None for this rank. torch's reference count allows
+        one receiver per handle.
+        """
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
             None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]

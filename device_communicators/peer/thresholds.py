@@ -93,7 +93,7 @@ class Table:
 
 
 class _File(msgspec.Struct):
-    """The content of a table's file. Versions up to 0.2.0 wrote another column, `symmetric`."""
+    """The content of a table's file. Versions up to 0.2.0 also wrote a column `symmetric`, which is ignored."""
 
     format: Literal[1]
     rows: tuple[Thresholds, ...]
@@ -203,8 +203,8 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
-    """Returns the table's row for the group's hardware and software, or the reason why there is none. Every rank must
-    call this. The result is equal on all ranks.
+    """Returns the measured thresholds for the group's hardware and software, or the reason why there are none. The
+    reason names `setting`. Every rank must call this. The result is equal on all ranks.
     """
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")

@@ -111,7 +111,7 @@ class GroupContext(GroupMember):
 
     @property
     def ranked_key(self) -> str:
-        """Returns `key` and this rank, for ops whose compiled code also depends on the rank."""
+        """Returns the group's name, its size and this rank, for ops whose compiled code depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
@@ -160,7 +160,10 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """Returns a tag for transfers of `kind` (0 to 3). Groups with the same process groups get different tags."""
+        """Returns the tag of transfers of `kind`: 0 tensors, 1 messages, 3 NCCL's set-up.
+
+        Groups that share a process group have different tags.
+        """
         return 4 * self.channel + kind
 
     def __str__(self) -> str:

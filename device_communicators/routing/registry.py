@@ -109,8 +109,8 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """Marks routes that a forked child inherited as unusable, without freeing their resources. Returns True if there
-    are any.
+    """In a forked child, marks inherited routes as unusable without freeing their resources. Returns True if there are
+    inherited routes.
     """
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:

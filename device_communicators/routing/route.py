@@ -220,7 +220,7 @@ class Route:
         """Runs the method `operation` on the first communicator that supports it for `tensor`.
 
         `method`: the name that the user called, if different. `part_of`: the operation under which the bytes are
-        counted. `as_list`: the first argument is a list, for `run_list`.
+        counted. `as_list`: the first argument is a list of tensors, which the communicator's `run_list` gets.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, -1)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -477,8 +477,8 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise for `error`, which names the cause if known. A communication error makes the group
-        unusable, unless nothing was sent (`sent` is False).
+        """Returns the error to raise instead of `error`; the returned error names the cause if known. A communication
+        error makes the group unusable, unless nothing was sent (`sent` is False).
 
         `record` describes the failed operation, by default the last.
         """
@@ -563,7 +563,9 @@ class Route:
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates the connections that the first call would create. Every rank calls this."""
+        """Creates the connections that the first call needs and, if `divisible`, those that `divide` needs. Every rank
+        calls this.
+        """
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)

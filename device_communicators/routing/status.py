@@ -207,8 +207,8 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Asks `ranks` for their states and passes those that arrive within 0.3 s to `take`. The callback thread or
-        this thread calls `take`.
+        """Asks `ranks` for their states and passes those that arrive within 0.3 s to `take`. This thread or the control
+        plane's thread calls `take`.
         """
         with self._changed:
             known = self._of(key).states if key else {}
@@ -237,8 +237,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks that can watch the processes of the ranks in `asked`, for processes that neither this rank nor
-        an asked rank can watch.
+        """Returns other ranks that can watch the ranks of `asked` that neither this rank nor a rank of `asked` can
+        watch.
         """
         helpers: list[int] = []
         for rank in asked:

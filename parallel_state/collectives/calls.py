@@ -162,9 +162,9 @@ class TensorCalls(GroupFacts):
         return gathered if out is None else out.copy_(gathered)
 
     def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
-        """Gathers every rank's `x` into `out`, and returns `out`.
+        """Gathers every rank's `x` of shape `[n, …]` into `out`, and returns `out`.
 
-        The shape `[n, …]` becomes `[world_size · n, …]` or `[world_size, n, …]`.
+        `out` has the shape `[world_size · n, …]` or `[world_size, n, …]`.
         """
         if not is_dynamo_compiling() and DIRECT.all_gather_into(x, self._token, out, 0, self._key) is out:
             return out
@@ -745,11 +745,11 @@ class TensorCalls(GroupFacts):
     def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns `(norm / scales, scales, y)`: all_reduce_add_rms_norm with each row quantized by its own scale.
+        """Does all_reduce_add_rms_norm, whose result is `(norm, y)`, and quantizes each row of `norm` by its own scale.
 
-        `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least 1 / (448 · 512). A row with a NaN
-        becomes NaN. In a row with an infinity, the scale is infinite, that value becomes NaN and the others 0. Raises
-        InvalidArgumentError if an input requires a gradient.
+        Returns `(norm / scales, scales, y)`. `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least
+        1 / (448 · 512). A row with a NaN becomes NaN. In a row with an infinity, the scale is infinite, that value
+        becomes NaN and the others 0. Raises InvalidArgumentError if an input requires a gradient.
         """
         operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         checks.check_norm(self.context, operation, x, residual, weight, eps)

@@ -99,8 +99,8 @@ def define(
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
     """Returns a kernel for tensors whose values are deferred: conjugated, negated and zero tensors.
 
-    The kernel copies results back into tensors that the op writes; torch's own doesn't for ops that return nothing.
-    Returns None if the op writes only the token.
+    The kernel copies results back into tensors that the op writes; torch's default kernel doesn't for ops that return
+    nothing. Returns None if the op writes no tensor except its argument `token`.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
@@ -154,7 +154,6 @@ def register(
 def _in_fake_mode(
     mode: FakeTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Runs the op on fake tensors, with a fake token."""
     tokens = {id(token) for token in _TOKENS.values()}
     fakes = (mode.from_tensor(arg, static_shapes=True) if id(arg) in tokens else arg for arg in args)
     return mode.__torch_dispatch__(op, types, tuple(fakes), kwargs or {})

@@ -565,9 +565,8 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts of the device's process group and of the gloo group.
-
-    Never shortens the gloo group's timeout, because other groups of the same ranks use the same gloo group.
+    """Sets the timeouts to `timeout_s`. The gloo group's stays at least `at_creation_s`, because other groups use the
+    same gloo group.
     """
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:

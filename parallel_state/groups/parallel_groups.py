@@ -394,7 +394,9 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Creates a group at its first use. Every rank of the group must call it."""
+        """Creates this rank's group of the kind `name`. Returns None if this rank has none. Every rank of the group
+        must call this.
+        """
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()

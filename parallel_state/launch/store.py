@@ -183,10 +183,6 @@ def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
 
 
 def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Listener:
-    """Listens on the preferred port, or on any port if the preferred one is taken.
-
-    Without a preferred port, listens on master_port only.
-    """
     address, port = config.master_addr, config.preferred_port or config.master_port
     try:
         try:

@@ -15,7 +15,9 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of group: an axis that divides the world, or a kind derived from axes (`spans`, `within`, `ends_of`)."""
+    """One kind of group. Groups of a kind lie along an axis of the world, or are derived from other kinds: by `spans`,
+    `within` or `ends_of`.
+    """
 
     name: str
     long_name: str

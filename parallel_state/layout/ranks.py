@@ -131,7 +131,9 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the number of ranks in a group of this kind, or in the largest one if their sizes differ."""
+        """Returns the number of ranks in a group of the kind `names` (see `Layout`), or the largest number if sizes
+        differ.
+        """
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))
         if len(names) == 1 and names[0] in self.parts:
@@ -141,7 +143,7 @@ class Layout:
         return grid.size(*axes)
 
     def axes_of(self, *names: str) -> tuple[str, ...]:
-        """Returns the axes that the group spans, fastest-varying first."""
+        """Returns the axes that a group of the kind `names` (see `Layout`) spans, fastest-varying first."""
         grid, axes = self._find(names)
         return tuple(name for name in grid.names if name in axes)
 
@@ -156,9 +158,10 @@ class Layout:
         return self.grids[0].rank_at(coordinates) + self.rank_offset
 
     def groups(self, *names: str) -> list[list[int]]:
-        """Returns the ranks of all groups of this kind. Each list ascends, and the lists are ordered by first rank.
+        """Returns the ranks of all groups of the kind `names` (see `Layout`). Each list ascends, and the lists are
+        ordered by first rank.
 
-        The lists contain every rank once, except for kinds in `ends`, whose groups omit some ranks.
+        The lists contain every rank once. Only kinds in `self.ends`, such as embedding groups, omit ranks.
         """
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
@@ -171,7 +174,7 @@ class Layout:
         return [[rank + self.rank_offset for rank in ranks] for ranks in found] if self.rank_offset else found
 
     def group_of(self, rank: int, *names: str) -> list[int]:
-        """Returns the group of this kind that contains `rank`, or [] if none does."""
+        """Returns the group of the kind `names` (see `Layout`) that contains `rank`, or [] if none does."""
         if len(names) == 1 and names[0] in self.ends:
             whole, pick = self.ends[names[0]]
             ranks = _picked(names[0], pick, self.group_of(rank, whole))

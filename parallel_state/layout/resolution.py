@@ -260,10 +260,11 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Returns a grid with the axis dcp (decode-context-parallel), or the axes that dcp spans. Also returns a text on
-    dcp for the layout's title.
+    """Creates decode-context-parallel groups (dcp) of `size` ranks, as in vLLM. Also returns a text on dcp for the
+    layout's title.
 
-    As in vLLM, dcp divides tp if pcp is 1. Otherwise dcp spans pcp, or pcp and tp.
+    If pcp (prefill-context-parallel) is 1, dcp divides tp, and the result is a grid with the axis dcp. Otherwise the
+    result is the axes that dcp spans: none, pcp, or pcp and tp.
     """
     tp, pcp = dense.size("tp"), dense.size("pcp")
     dcp = tp * pcp if size == -1 else size

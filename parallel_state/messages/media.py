@@ -60,10 +60,10 @@ class Medium(Protocol):
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Tries to send the object, and returns True if it was sent. Waits only if `waits` is set.
+        """Tries to send the object. Returns True if the send is complete, or the handle of a started send.
 
-        If the send isn't complete, returns the encoded message, the handle of a started send, or False if the caller
-        must encode the object.
+        If nothing was sent, returns the encoded message, or False if the caller must encode the object. `waits`: waits
+        for the send to complete.
         """
         return False
 
@@ -84,7 +84,7 @@ class Medium(Protocol):
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the medium for the group's messages. All ranks choose the same class."""
+    """Returns the medium that carries the group's messages: an object of the same class on all ranks."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -100,10 +100,7 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the number of the method for which `reader` receives.
-
-    A receive without a spec counts as recv_tensor_dict, even if a later call with a spec completes it.
-    """
+    """Counts a receive without a TensorDictSpec as recv_tensor_dict, even if a later call with a spec completes it."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
@@ -206,7 +203,8 @@ class LibraryMedium(RouteMedium):
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
         """Sends messages through `channels`.
 
-        If only each host's first rank is connected, `channels` is None, and messages to one rank are sent as transfers.
+        `channels` is None if only the first ranks of hosts are connected to other hosts. Messages to one rank are then
+        sent as transfers.
         """
         super().__init__(route)
         self.channels = channels
@@ -307,9 +305,9 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Gives a broadcast its place in the order of the group's collectives.
+        """Counts a broadcast message as one of the group's collectives.
 
-        Without this, a mismatch could go undetected: a rank in a collective doesn't read the message queue.
+        A rank in a collective reads no messages, so that a mismatch could otherwise go undetected.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

@@ -306,7 +306,9 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Receives into `tensors`. Raises CollectiveMismatchError if sender and receiver passed different specs."""
+        """Receives into `tensors`. Raises CollectiveMismatchError if the sender's spec differs from `form` (text or
+        digest).
+        """
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
@@ -353,7 +355,6 @@ class Messenger:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        """Packs small tensors into one if that saves transfers. All ranks decide the same."""
         if self.medium.takes_many or len(tensors) < 2:
             return tensors
         size_bytes = sum(tensor.nbytes for tensor in tensors)

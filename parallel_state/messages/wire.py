@@ -174,7 +174,9 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns which slice this rank sends, or None if `group` is invalid. `encode` then returns the error."""
+    """Returns which slice this rank sends: `WHOLE` without a group. Returns None for an object that isn't a group;
+    `encode` returns the error.
+    """
     if group is None:
         return WHOLE
     size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
@@ -230,7 +232,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Reads and checks a header. `head_bytes`, if known, is the size of the whole head: this header and the body."""
+    """Reads and checks a header. `head_bytes`: the size of header and body, if known."""
     if len(data) < _HEADER.size:
         raise not_a_message(
             f"its {len(data)} bytes are fewer than the {_HEADER.size} of a message's header", context, src

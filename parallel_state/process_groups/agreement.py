@@ -1,4 +1,4 @@
-"""Checks that all ranks request the same group before a rank waits for its peers. Otherwise all raise the same error.
+"""Checks that all ranks request the same group before a rank waits for its peers. If not, all raise the same error.
 
 Without a control plane nothing is checked. Different requests then fail at the deadline of the group's first call.
 """

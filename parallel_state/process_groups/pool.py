@@ -2,8 +2,9 @@
 
 The strategy says which ranks call torch to create a group:
 - `local`: only the group's members.
-- `split`: all ranks of the world. One call splits the communicator of a bound device into all groups of a kind.
-- `global`: all ranks of the world, as some backends require. Each rank calls `new_group` even for groups without it.
+- `split`: all ranks of a world that is bound to a device. One call splits the world's NCCL communicator into, say, all
+  tensor-parallel groups.
+- `global`: all ranks of the world, as some backends require. A rank calls `new_group` also for groups of other ranks.
 """
 
 from __future__ import annotations
@@ -150,9 +151,10 @@ class ProcessGroupPool:
         must acquire their groups in the same order.
 
         - `division`: a function that returns the rank lists of this group and its siblings, which divide the world. If
-          given, every rank of the world must call.
-        - `near`: groups that outlive the returned one. One with the same ranks, options and `root` is returned.
-        - `root`: name of the failure domain. Groups of different domains aren't shared.
+          given, every rank of the world must call `acquire`.
+        - `near`: groups that outlive the returned group. If one of them has the same ranks, options and `root`, returns
+          that group.
+        - `root`: name of the failure domain: ranks that fail together. Groups of different domains aren't shared.
         - `unshared`: always creates a new group. Each thread needs its own group, because gloo matches a group's
           operations by their order.
         """

@@ -68,6 +68,7 @@ _PMI = _Family(
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
     """Reads the variables of the launcher that started this process. Without a launcher, returns rank 0 of 1.
+    `rendezvous`: also determines the address of rank 0.
 
     Raises SettingError for incomplete or invalid variables. In SLURM, only SLURM_STEP_ID shows that srun started the
     process: a batch script has SLURM_NTASKS, and even SLURM_PROCID=0, but is a single process.

@@ -111,7 +111,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 def without_control_plane(places: dict[int, Address]) -> list[str]:
     """Finds a rank that other ranks can't reach over the control plane.
 
-    Returns this rank, the rank's Address and the reason, or [].
+    Returns the found rank, its Address and the reason, or [].
     """
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:

@@ -86,7 +86,7 @@ def _agree(
 ) -> tuple[Verdict, list[_Pair]]:
     """Exchanges between all `ranks` which ranks can't be reached. `value` has the findings of this rank.
 
-    Returns the decision and all findings. Ends early if one of `watched` exits.
+    Returns whether all ranks took part, and all findings. Ends early if one of `watched` exits.
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
@@ -104,7 +104,7 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 
 
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
-    """Connects to every other host's lead. Returns each lead that can't be reached, with the reason."""
+    """Connects to each of `leads`, one rank per host, except `rank`. Returns the unreachable leads with the reasons."""
     found: dict[int, str] = {}
     received = {lead: b"" for lead in leads if lead != rank}
     deadline = time.monotonic() + limit_s
@@ -141,7 +141,6 @@ def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], l
 
 
 def _worst(pairs: Sequence[_Pair]) -> _Pair:
-    """Finds the rank in most pairs. Returns a pair in which this rank is the unreached one, or else the first pair."""
     ends = [end for by, to, _ in pairs for end in (by, to)]
     suspect = max(sorted(set(ends), reverse=True), key=ends.count)
     return next((pair for pair in pairs if pair[1] == suspect), pairs[0])

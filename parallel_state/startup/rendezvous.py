@@ -363,7 +363,9 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits for all ranks. Returns the decision (start or error), and the number of ranks that should read it."""
+        """Waits until all ranks have entered the store `world`. Returns the decision (start or error), and the number
+        of ranks that should read it.
+        """
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
         survey_s = max(_SURVEY_S, size / _LOOKED_AT_PER_S)
@@ -543,7 +545,6 @@ class _Meeting:
         return False
 
     def _follow_verdict(self, world: BoundedStore) -> bool:
-        """Reads rank 0's decision. Returns False if the world has another size. Raises a failed start's error."""
         verdict = json.loads(world.get(_VERDICT))
         if verdict[0] != _COMPLETE:
             with contextlib.suppress(dist.DistError):
@@ -559,9 +560,9 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises the error that rank 0 published.
+        """Raises the error that rank 0 published, or PeerDiedError if rank 0 exited.
 
-        Without such an error, raises PeerDiedError after 0.8 s of refused connections.
+        Rank 0 counts as exited 0.8 s after `refused_at`, when its store first refused a connection.
         """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error

@@ -18,7 +18,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """A rank's wait in a call: until the last rank entered the call, or until the call completed earlier."""
+    """A rank's wait in a call. The wait ends when the last rank enters the call, or earlier if the call completes."""
 
     seconds: float
     rank: int

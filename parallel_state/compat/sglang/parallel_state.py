@@ -274,7 +274,9 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Keeps the value of SGLang's flag `scoped_gather_slot` within the block, although the sizes change."""
+    """With `owns_attention`, keeps SGLang's flag `scoped_gather_slot` within the block. SGLang would otherwise compute
+    the slot from the block's group sizes.
+    """
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp
     if flags is None or not owns_attention or not flags.enabled:

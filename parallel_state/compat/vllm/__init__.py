@@ -91,8 +91,8 @@ def init_distributed_environment(
 ) -> None:
     """Creates the world group. Every rank must call this. Idempotent.
 
-    If vLLM's config has several replicas or nodes, `rank` and `world_size` are those of one replica. The world still
-    has the ranks of all replicas.
+    If vLLM's config has several data-parallel replicas, `rank` and `world_size` count within one replica. The world has
+    the ranks of all replicas.
     """
     config = parallel_config()
     is_part = config is not None and config.distributed_executor_backend != "external_launcher"

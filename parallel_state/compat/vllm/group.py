@@ -209,7 +209,9 @@ class GroupCoordinator(GroupView):
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Sums the experts' results over all ranks. Returns the rows of the tokens that this rank dispatched last."""
+        """Sums the experts' results over all ranks. Returns the rows of the tokens that this rank passed to its latest
+        dispatch. `is_sequence_parallel` must be that of the dispatch.
+        """
         if not self._all2all:
             return hidden_states
         return self._expert_group(is_sequence_parallel).reduce_scatterv(hidden_states, 0, self._sizes)

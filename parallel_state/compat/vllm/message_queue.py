@@ -117,7 +117,7 @@ class _Ring:
             return self._end
 
     def leave(self) -> None:
-        """Makes waits of this end and of the other ends raise."""
+        """Makes calls of the queue raise in all its processes."""
         if self._end is not None:
             self._end.leave()
 
@@ -213,7 +213,9 @@ class MessageQueue:
             )
 
     def shutdown(self) -> None:
-        """Makes waits of this end raise RuntimeError. The other ends detect the shutdown. Callable from any thread."""
+        """Makes this process's calls of the queue raise RuntimeError. The queue's other processes raise PeerDiedError.
+        Callable from any thread.
+        """
         self.shutting_down = True
         self._ring.leave()
 
@@ -242,7 +244,8 @@ class MessageQueue:
             self._check()
 
     def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
-        """Returns the next object. Raises TimeoutError after `timeout` seconds.
+        """Returns the next object. Raises TimeoutError after `timeout` seconds. With `indefinite`, doesn't log long
+        waits.
 
         Raises PeerDiedError if the writer exited and all its messages were read, and RuntimeError after `shutdown`.
         """

@@ -2,7 +2,7 @@
 
 Each method is called on all ranks of the team at the same time:
 
-prepare(values) -> list[str]     returns the candidates for a case, the same on every rank
+prepare(values) -> list[str]     returns the candidates for a case (`values`), the same on every rank
 check(name) -> str | None        makes one call of the candidate; returns the result's problem, or None
 run(name, calls) -> Timing       makes some untimed calls, then `calls` timed calls
 """

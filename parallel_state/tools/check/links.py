@@ -183,7 +183,6 @@ def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None
 
 
 def better(one: Link, two: Link) -> Link:
-    """Combines two measurements of a link: takes each figure's better value. Returns `two` if the second failed."""
     if one is two or two.problem:
         return two
     best = one if one.rtt_us < two.rtt_us else two

@@ -85,7 +85,6 @@ def described_by(read: Callable[[Facts], str]) -> Predicate:
 
 
 def differing(read: Callable[[Facts], str], what: str = "") -> Predicate:
-    """Matches the ranks for which `read` doesn't return the most frequent value."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         alike = grouped(filter(read, evidence.arrivals), read)
@@ -112,7 +111,6 @@ def _ranks_and_hosts(evidence: Evidence, group: Group) -> str:
 
 
 def text_of(found: str, evidence: Evidence, match: Match) -> str:
-    """Formats `found`. A field is one of `match.words`, a key of `_WORDS`, or an attribute of the first rank."""
     return _Formatter(evidence, match.group).vformat(found, (), match.words)
 
 

@@ -155,7 +155,6 @@ def open_meeting(place: Place, deadline: float) -> Meeting:
 
 
 def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist.Store, bool]:
-    """Serves the store and returns (store, True). If another rank 0 serves the store, returns (that store, False)."""
     try:
         listener = listen_on(None, address[1], 1024)
     except OSError as error:

@@ -265,7 +265,9 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Matches links whose problem is of `kind`. `blocked` means any kind except `stranger` and `broken`."""
+    """Matches links whose problem is of `kind`: `stranger` (another machine answers), `broken` (the connection was
+    lost) or `blocked` (all other problems).
+    """
     working, failed = set(), {}
     for link in evidence.links:
         pair = evidence.host_of(link.source), evidence.host_of(link.target)

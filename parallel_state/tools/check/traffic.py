@@ -65,7 +65,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields this rank's groups with their kinds, in an order that is the same on all ranks."""
+    """Yields kind and group of this rank's groups, in the same order on all ranks. `sizes`: by axis."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)

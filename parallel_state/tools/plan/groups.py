@@ -1,6 +1,6 @@
 """Computes the groups of a layout, and estimates the memory of their communicators.
 
-The estimate is a range, because the cited figures differ by GPU, NCCL version and settings.
+The estimate is a range, because published measurements (`FIGURES`) differ by GPU, NCCL version and settings.
 """
 
 from __future__ import annotations
@@ -212,10 +212,7 @@ class Communicators:
     all_to_all: bool
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Returns the least and the most memory of the communicators.
-
-        The most includes an all-to-all, which can connect every pair of ranks.
-        """
+        """Returns the least and the greatest memory of this many communicators."""
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
 

@@ -4,12 +4,12 @@
     python -m parallel_state tune --ranks 8 --out node.json
     torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
 
-Candidates are checked, then measured in turns. The slowest rank's time of a round counts. On GPUs calls are captured in
-a graph and its replays are timed, as in a decode step. The choice is then proven: all kinds of calls on random sizes,
+Candidates are checked, then timed in turns. A round takes the time of its slowest rank. On GPUs calls are captured in a
+graph and its replays are timed, as in a decode step. The choice is then proven: all kinds of calls on random sizes,
 with random delays of ranks, and each result is compared with the expected one.
 
-Only then a row with its conditions is written to the user's rows, which PARALLEL_STATE_PEER_MEMORY=auto and
-PARALLEL_STATE_NCCL=auto read. Rows of ranks that share a GPU are written too, but never used.
+A proven choice is written to the user's table, as a row for this hardware and software. PARALLEL_STATE_PEER_MEMORY=auto
+and PARALLEL_STATE_NCCL=auto read that table. Rows of ranks that share a GPU are never used.
 """
 
 from __future__ import annotations

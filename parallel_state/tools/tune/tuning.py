@@ -166,7 +166,6 @@ class Tuning:
                 )
 
     def _case(self, operation: str, numel: int, number: int) -> tuple[Tensor, Tensor]:
-        """Returns an input and its expected output. Both depend on `number`."""
         name, kind = _collective(operation), (torch.bfloat16, self.device)
         x = given(numel, self.rank + number, *kind)
         expected = answer(name, numel, self.rank, self.size, *kind)
@@ -204,7 +203,6 @@ class Candidates(GroupTeam):
         return {name: Exchange(call) for name, call in self._candidates.items()}
 
     def check(self, name: str) -> str | None:
-        """Checks the candidate. Captures the call in a graph if the result is right on all ranks."""
         problem = super().check(name)
         call, x = self._prepared[name]
         if any(self.group.all_gather_object(problem is not None)) or call in self._graphs:
