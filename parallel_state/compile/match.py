@@ -322,8 +322,8 @@ def needed_before(found: Found, order: dict[Node, int]) -> list[Node]:
         node = waiting.pop()
         if node is found.all_reduce:
             raise NoMatch(
-                "the residual, the weight or the scale is computed from the result of the all_reduce, so the norm can't "
-                "be fused"
+                "the residual, the weight or the scale is computed from the result of the all_reduce, so the norm "
+                "can't be fused"
             )
         if order[node] > start and node not in needed:
             needed.add(node)
