@@ -108,7 +108,7 @@ def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
     try:
         world = World(library, address, limit_s=limit_s, beat_s=beat_s, port=port, token=secret.hex())
     except ResourceLimitError as error:
-        raise LaunchError(f"the job's store can't be served: {error}", rank=0) from error
+        raise LaunchError(f"launch can't serve the store through which its ranks meet: {error}", rank=0) from error
     except ControlError as error:
         raise error.__cause__ or error from None
     world.start_thread()
@@ -147,7 +147,9 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
     try:
         need_descriptors(_TORCH_DESCRIPTORS, "serving the job's store")  # without them torch aborts the process
     except ResourceLimitError as error:
-        raise LaunchError(f"the job's store can't be served: {error}", rank=config.rank_offset) from error
+        raise LaunchError(
+            f"launch can't serve the store through which its ranks meet: {error}", rank=config.rank_offset
+        ) from error
     if hosts:
         backlog = (config.world_size or 1) + 128
         listener = _listening(config, lambda port: listen_on(config.master_addr, port, backlog))
@@ -159,7 +161,9 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
         )
     except RuntimeError as error:
         if found := shortage(error):
-            raise LaunchError(f"the job's store can't be served: {found}", rank=config.rank_offset) from error
+            raise LaunchError(
+                f"launch can't serve the store through which its ranks meet: {found}", rank=config.rank_offset
+            ) from error
         raise _not_reached(config, timeout.total_seconds(), error) from error
     return store, port
 
@@ -193,7 +197,7 @@ def _listening(config: LaunchConfig, listen: Callable[[int], Listener]) -> Liste
             return listen(0)
     except OSError as error:
         if found := shortage(error):
-            raise LaunchError(f"the job's store can't be served: {found}", rank=0) from error
+            raise LaunchError(f"launch can't serve the store through which its ranks meet: {found}", rank=0) from error
         if isinstance(error, socket.gaierror):
             raise RendezvousError(
                 f"master_addr must be an address of this node, but {address!r} is unusable: {error}"

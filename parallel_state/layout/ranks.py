@@ -237,7 +237,7 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
             else f"it lacks {missing[0]!r}, whose size is {sizes[missing[0]]}"
         )  # fmt: skip
         raise LayoutError(
-            f"order must name each axis once, joined by '-', fastest first, but is {order!r}: {problem}; "
+            f"order must name each axis once, joined by '-', fastest-varying axis first, but is {order!r}: {problem}; "
             f"the axes are {', '.join(sizes)}"
         )
 

@@ -198,7 +198,7 @@ def test_the_group_of_one_rank_among_many_takes_steps_for_its_own_ranks_only() -
         (4, {"tp": 2, "pp": 2}, "tp-pp-", ["'tp-pp-'", "''", "tp, pp"]),
         (4, {"tp": 2, "pp": 2}, "TP-PP", ["'TP'", "tp, pp"]),
         (4, {"tp": 2, "pp": 2}, "tp-pp-tp", ["'tp' twice"]),
-        (4, {"tp": 2, "pp": 2}, "tp", ["lacks 'pp', whose size is 2", "fastest first"]),
+        (4, {"tp": 2, "pp": 2}, "tp", ["lacks 'pp', whose size is 2", "fastest-varying axis first"]),
         (4, {"tp": 2, "pp": 2}, "", ["lacks 'tp'"]),
     ],
 )
