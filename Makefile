@@ -84,6 +84,7 @@ versions: $(STAMP)
 
 references: $(STAMP)
 	$(BIN)/python tests/references.py  # 3 MB at the first time: other programs' layouts, which ours are compared with
+	$(BIN)/python -m tests.torchft_suite fetch
 
 # On a machine with GPUs the torch that fits its driver is mostly there already.
 test-gpu:

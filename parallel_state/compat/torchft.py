@@ -1,0 +1,38 @@
+"""A process group for torchft: `torchft.Manager(pg=ProcessGroupParallelState(), …)`.
+
+It needs no accelerator and works with torchft 0.2 and torch 2.13. Later versions of torchft and torch also take a group
+of `init_process_group("parallel_state", enable_reconfigure=True)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchft.process_group import ProcessGroupWrapper
+
+from device_communicators.base.bounded_store import BoundedStore
+from device_communicators.base.torch_internals import backend_options
+from device_communicators.c10d import creation
+from device_communicators.c10d.world import World
+
+
+class ProcessGroupParallelState(ProcessGroupWrapper):
+    """Connects the replicas' ranks anew at each change of the quorum.
+
+    A death ends the calls of the other replicas within 1 s. `timeout` limits calls and the start of a group. The group
+    is a failure domain of its own, with ranks numbered from 0 in its errors, also if the replica has other groups.
+    """
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+        options = backend_options(store, rank, world_size, self._timeout, "torchft")
+        world = World(BoundedStore(store), range(world_size), "configure", may_borrow=False)
+        made = dist.ProcessGroup(store, rank, world_size)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        made._set_default_backend(kind)
+        made._register_backend(torch.device("cpu"), kind, creation.create_group(options, world))
+        return made
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return "torchft-parallel_state"
