@@ -39,7 +39,7 @@ def is_wanted(engine: str) -> bool:
 
 
 def vllm_platform() -> "str | None":
-    """Entry point of `vllm.platform_plugins`."""
+    """Returns the name of vLLM's platform class, or None to leave vLLM unchanged."""
     if not is_wanted("vllm"):
         return None
     _ASKED.add("vllm")
@@ -87,7 +87,7 @@ def sglang_general() -> None:
 
 
 def log_once(engine: str, level: int, text: str) -> None:
-    """Logs `text` once, in this process or in one of its children."""
+    """Logs `text`, unless this process or an ancestor has logged the same text."""
     logger = logging.getLogger(f"{engine}.parallel_state")  # a child of the engine's logger uses its handlers
     key = f"{engine}:{zlib.crc32(text.encode()):08x}"
     logged = os.environ.get(_LOGGED, "").split("|")

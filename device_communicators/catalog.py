@@ -22,7 +22,7 @@ logger = logging.getLogger("parallel_state")
 
 
 class Paths(NamedTuple):
-    """Texts for `explain()`: how a communicator gets eager, compiled and captured calls."""
+    """Texts for `explain()`: the code paths of eager, compiled and captured calls."""
 
     eager: str
     compiled: str

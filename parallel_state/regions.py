@@ -38,7 +38,7 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Copies `x`. Use before a column-parallel layer."""
+    """Copies `x`; the backward sums gradients over the group. Use before a column-parallel layer."""
     return _run("copy_region", _copy, x, group)
 
 

@@ -585,7 +585,7 @@ def try_get_dp_group() -> GroupCoordinator | None:
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns all current groups."""
+    """Returns the groups that `ParallelGroups.use()` made current, else the process-wide groups."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")

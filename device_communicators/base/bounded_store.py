@@ -1,7 +1,7 @@
 """Adds deadlines to operations on a torch store. Only this file calls methods of torch's stores.
 
-torch's TCPStore client waits without a deadline, while it holds a lock: 16 minutes on a dead link. Therefore a helper
-thread runs each operation, and the caller abandons that thread at the deadline.
+torch's TCPStore client has no deadline, and holds a lock while it waits: on a dead link it waits 16 minutes. Therefore
+a helper thread runs each operation, and the caller abandons that thread at the deadline.
 """
 
 from __future__ import annotations

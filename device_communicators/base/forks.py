@@ -22,8 +22,8 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Registers `leave`, which each forked child calls at its start; `leave` returns True if the parent had groups.
-    Later calls of `watch` do nothing.
+    """Registers `leave`, which each forked child calls at its start. If `leave` returns True, calls that communicate
+    raise ForkedError in the child. Later calls of `watch` do nothing.
     """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave

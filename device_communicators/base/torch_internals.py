@@ -101,7 +101,6 @@ def has_plugin(backend: str) -> bool:
 
 
 def wrap_set_pg_timeout(wrap: Callable[[Any], Any]) -> None:
-    """Replaces `f`, the private function that torch.distributed.set_timeout (public since 2.15) calls, by `wrap(f)`."""
     c10d._set_pg_timeout = wrap(c10d._set_pg_timeout)
 
 
@@ -194,8 +193,8 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Unbinds the default group's device in the block. Otherwise torch would split the device's communicator, and every
-    rank would have to take part.
+    """Unbinds the default group's device in the block. Otherwise a new group would split that device's communicator,
+    and every rank would have to take part.
     """
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
@@ -461,8 +460,8 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the graph's copy of `token`, which is created at first use. `mode` keeps one copy for each device and
-    each tracer.
+    """Returns the graph's copy of the ordering token `token`. The first call for each device and tracer creates the
+    copy, which `mode` keeps.
     """
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
@@ -497,7 +496,6 @@ def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `function` with gradients enabled for the outer levels of torch.func."""
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return function(*args)
 

@@ -253,8 +253,8 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Creates a compiled group of this rank alone, for torch's window API. Returns the library's path and the
-        group's number.
+        """Creates a group of this rank alone, for a torch window. Returns the compiled library's path and the group's
+        number.
         """
         if self._alone is None:
             self._alone = group_of_one(self.context)

@@ -229,8 +229,8 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the UserCall of an operation with these arguments. An empty `method` means the operation's name. `dim` is
-    used if `args` contain no dim.
+    """Returns the UserCall of an operation with these arguments. `method`: the name that the user called, if different.
+    `dim` is used if `args` contain no dim.
     """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):

@@ -171,8 +171,9 @@ class World:
     ) -> None:
         """Listens at `address` and serves a key-value store; see `ControlStore`.
 
-        `port`: None for any free port, or one within PARALLEL_STATE_PORTS if set. `token`: random if empty. `limit_s`:
-        time without messages after which a host counts as unreachable. Raises ResourceLimitError and ControlError.
+        `port`: None for any free port, or one within PARALLEL_STATE_PORTS if set. `token`: secret of the clients;
+        random if empty. `limit_s`: time without messages after which a host counts as unreachable. Raises ControlError
+        if listening fails, or ResourceLimitError if a resource ran out.
         """
         exits.prepare()
         _leave_at_exit()
@@ -224,8 +225,8 @@ class World:
         """Joins the world, and returns without waiting for other members. Every member must pass the same `members`.
 
         `on_change` is called for each `Change` of a rank, including this rank. `on_question` answers questions of other
-        processes; it gets rank -1 if a process outside the world asks with the right token. `look` is called every 0.4
-        s. One thread calls all callbacks, so they must be quick.
+        processes; it gets rank -1 if a process outside the world asks with the right token. `look`, the caller's
+        periodic check, is called every 0.4 s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -405,8 +406,8 @@ class World:
 
     @property
     def _handle(self) -> int:
-        """Returns the handle, or raises ForkedError in a forked child. Use this before taking a lock: the parent
-        perhaps held it at the fork.
+        """Returns the C++ object's address, or raises ForkedError in a forked child. Use this before taking a lock: the
+        parent may have held the lock at the fork.
         """
         if self._pid != os.getpid():
             raise forks.error("the control plane")

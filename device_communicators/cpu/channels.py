@@ -93,7 +93,9 @@ def _control_bytes(readers: int) -> int:
 
 
 class Channels:
-    """This rank's ends of its group's message queues. Thread-safe. Owns the C++ object at the address `liveness`."""
+    """This rank's ends of its group's message queues. Thread-safe. Owns the C++ object at address `liveness`, which
+    ends waits when a rank dies.
+    """
 
     def __init__(
         self,

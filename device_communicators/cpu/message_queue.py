@@ -1,6 +1,7 @@
 """Sends and receives messages between ranks of one host, through queues in shared memory (csrc/queue.h).
 
-A signal handler that interrupts a send or receive can send, but must not wait for the interrupted thread.
+A signal handler that interrupts a send or receive can send. A call that would wait for the interrupted thread raises
+UsageError.
 """
 
 from __future__ import annotations
@@ -85,7 +86,6 @@ _PACKERS = [struct.Struct(f"{2 * count}Q").pack for count in range(_FEW)]
 
 
 def counters_of(control: int, readers: int) -> list[int]:
-    """Returns how many chunks were written to the queue, and how many each reader has read."""
     return [c_int64.from_address(control + LINE_BYTES * line).value for line in range(1, 2 + readers)]
 
 
@@ -394,7 +394,7 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """True if C++ has found the next message and has left it to Python."""
+        """True if C++ has found the next message, but Python must receive this message."""
         return self._report[_FOUND] != 0
 
     @property

@@ -188,7 +188,6 @@ class NativeGroup:
         return bool(self.library.ps_group_is_busy(self.number))
 
     def failure(self, status: int, operation: str, elapsed_s: float) -> CommunicationError | UsageError | TransferError:
-        """Returns the error of a failed call, or a TransferError if a connection broke."""
         members = self.members
         if status == _CLOSED:
             return members.destroyed()
@@ -284,7 +283,9 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Lets the ops of group `key` call the library without Python. Their calls are numbered from `after` + 1."""
+        """Lets ops on group `key` call the compiled library without Python. `after`: number of calls that the group has
+        made.
+        """
         if self.library.has_ops:
             self._served.add(key)
             self.library.ps_serve(key.encode(), self.number)

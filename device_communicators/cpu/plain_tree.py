@@ -137,9 +137,9 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    First arguments of functions for one peer: a group's key, the peer's rank, and the method's index in TRANSFERS.
-    First arguments of functions for broadcasts: the key and `UserCall.word`. Functions that don't return a message
-    return an `Outcome`.
+    The fields are functions. A function for one peer first takes the group's key, the peer's rank, and the method's
+    index in TRANSFERS. A function for broadcasts first takes the key and `UserCall.word`. Functions that don't return a
+    message return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -194,8 +194,8 @@ class PlainObjects:
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes an object, so that `packed` can return the result. Returns False if only Python can encode the
-        object.
+        """Encodes `value`; `packed` then returns the result. Returns False if Python must encode `value`, or if its
+        body exceeds `limit` bytes.
         """
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)

@@ -50,7 +50,7 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """The fields of `TransferFailure` in csrc/transfer_call.h."""
+    """Describes a failed transfer: the fields of `TransferFailure` in csrc/transfer_call.h."""
 
     status: int
     sends: int

@@ -58,8 +58,8 @@ def meet(
     limit_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Exchanges a text (`note`) of each of the global `ranks`, all of which must call this. Returns all notes. If all
-    notes are empty, starts to watch the ranks.
+    """Exchanges `note`, which says why ranks can't be watched, or "". Each of the global `ranks` must call this.
+    Returns all notes. If all notes are empty, starts to watch the ranks.
 
     `store`: must have a prefix that only this call uses. `check` runs about every 20 ms; its exception ends the wait.
     Raises RendezvousError with the missing ranks, or PeerDiedError if the rank that serves the store exited.

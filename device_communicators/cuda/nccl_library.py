@@ -203,7 +203,7 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns the paths at which NCCL is searched, best first. torch's own NCCL comes first, because a second NCCL
+    """Returns the paths where NCCL is searched for, best first. torch's own NCCL comes first, because a second NCCL
     would have its own memory and settings.
     """
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"

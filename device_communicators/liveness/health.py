@@ -200,8 +200,8 @@ class Watcher:
         return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """Opens the control plane and returns its endpoint, or None. `library`: the library, or why it is unavailable.
-        `address`: this host's address, as peers use it.
+        """Opens the control plane and returns its endpoint, or None if that fails. `library`: the compiled library, or
+        why it is unavailable. `address`: this host's address, as peers use it.
         """
         if self._world is None:
             try:
@@ -229,7 +229,7 @@ class Watcher:
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
         """Starts to watch all ranks. Each rank calls this once, with the same `places`, which describe all ranks.
 
-        If a rank can't be reached by all other ranks, logs a warning and watches no rank.
+        If a rank has no control plane that all peers can reach, logs a warning and watches no rank.
         """
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:
@@ -542,8 +542,8 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records the death of a rank and calls `on_death`. Ignores later reports about the rank, except a certain
-        report after an uncertain one.
+        """Records the death of a rank and calls `on_death`. Ignores later reports about the rank, unless only the later
+        report is `certain`.
         """
         with self._news:
             known = self._deaths.get(rank)

@@ -110,9 +110,6 @@ def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_V
 def _objection(
     gpus: Sequence[RankGpu], views: Sequence[Sequence[_View | None]], problem: str, joint: str
 ) -> str | None:
-    """Returns the first pair of ranks whose connection has a problem, as text, or None. `problem`: the problem's key in
-    the items of `views`. `joint`: text between pair and problem.
-    """
     for rank, gpu in enumerate(gpus):
         if gpu.uuid is None:
             return f"rank {rank} has no GPU: {gpu.problem}"

@@ -93,7 +93,8 @@ class NcclCommunicator(Communicator):
         return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates and tests the group's NCCL communicator. Every rank calls this. Idempotent.
+        """Creates and tests the group's NCCL communicator. If `divisible`, keeps what `divide` needs. Every rank calls
+        this. Idempotent.
 
         Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a capture.
         """

@@ -291,8 +291,8 @@ class Handle:
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
-    """Closes or aborts the communicators. Waits at most 10 s, because NCCL doesn't release a communicator that a CUDA
-    graph still uses.
+    """Closes the communicators, or aborts them if `in_order` is False. Waits at most 10 s, because NCCL doesn't release
+    a communicator that a CUDA graph still uses.
 
     Runs in parallel, because the end of one communicator can depend on kernels of another communicator.
     """

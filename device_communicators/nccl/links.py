@@ -76,8 +76,8 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Connects the link, and sends a byte in each direction, because NCCL's first transfer blocks the host. Then
-        starts queued transfers.
+        """Connects the link by `meet`, and sends a byte in each direction by `transfer`, because NCCL's first transfer
+        blocks the host. Then starts queued transfers.
         """
         try:
             self.handles = meet()
@@ -139,8 +139,8 @@ class Links:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
     def begin(self, peer: int, transfer: Transfer) -> Link:
-        """Starts to make the link with `peer`, which must call this, too. The link doesn't keep a reference to
-        `transfer`.
+        """Starts a thread that makes the link with `peer`, which must call this, too. The thread sends the link's first
+        bytes by `transfer`.
         """
         context = self._context
         context.check_cpu_group("a transfer")

@@ -249,7 +249,8 @@ class Windows:
         self._allocated_on.add(current)
 
     def compare(self, operation: str, symmetric: Sequence[Tensor], own: Sequence[Tensor] = ()) -> None:
-        """Raises CollectiveMismatchError if the tensors' offsets aren't equal on all ranks. Every rank calls this.
+        """Raises CollectiveMismatchError if offsets of `symmetric` tensors in their windows differ between ranks. Every
+        rank calls this.
 
         Tensors in `own` can have different offsets, but must be registered on all ranks or on none.
         """

@@ -268,7 +268,7 @@ class PeerGroup:
     # Tensors: contiguous, on the group's device, aligned to 16 bytes. `how`: push, pull; two_shot for all_reduce.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Writes the sum of all ranks' `x` to `out`, which may be `x`."""
+        """Writes the sum of all ranks' `x` to `out`, which may be `x`, by the algorithm `how`."""
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:

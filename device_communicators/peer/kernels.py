@@ -155,8 +155,8 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) -> Any:
-    """Returns compiler options that make all code device code. NVRTC before 13.3 otherwise rejects device calls in a
-    generic lambda.
+    """Returns NVRTC options that make unmarked functions device functions. Otherwise NVRTC before 13.3 rejects device
+    calls in a generic lambda. `core`: the module cuda.core.
     """
     return core.ProgramOptions(
         name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), device_as_default_execution_space=True, **more
@@ -212,7 +212,6 @@ def _digest(arch: str, version: tuple[int, int]) -> str:
 
 
 def _packages() -> tuple[Any, Any]:
-    """Returns the modules cuda.core and NVRTC. Versions of cuda.core before 0.7 can't compile without a driver."""
     try:
         from cuda import core
         from cuda.bindings import nvrtc

@@ -128,7 +128,9 @@ _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns thresholds of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh). `fused` is a guess."""
+    """Returns thresholds of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh), or None above 8 ranks.
+    The field `fused` is our guess.
+    """
     for ranks, pull, two_shot in _CITED:
         if world_size <= ranks:
             return Thresholds(

@@ -43,9 +43,6 @@ class PlainProcessGroup(Communicator):
         return self.context.cpu_group if x.device.type == "cpu" else self.context.device_group
 
     def _watched(self, work: Any, x: Tensor, operation: str, kind: type[Watched | WatchedByThread] = Watched) -> Work:
-        """Wraps the work of a CPU call so that its wait ends when a rank dies. Returns work of other devices unchanged.
-        If `work` is None, the call is already complete.
-        """
         if work is None:
             return DONE
         return kind(work, self.context, operation) if x.device.type == "cpu" else work

@@ -226,7 +226,9 @@ class Communicator(ABC):
         return False
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns uninitialised bytes in memory that peers can access, or None on all ranks. Every rank calls this."""
+        """Returns uninitialised bytes in memory that peers can access, or None on all ranks if one has no such memory.
+        Every rank calls this.
+        """
         raise UnsupportedError(f"the communicator {self.name!r} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:

@@ -276,7 +276,7 @@ class Route:
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
         """Runs `operation` for each tensor, in one kernel launch if one communicator supports all of them. All ranks
-        must pass the same dtypes and sizes.
+        must pass the same dtypes and sizes. `part_of`, `method`: see `run`.
         """
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
             self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
@@ -295,7 +295,7 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation and returns its handle. If `part_of` is given, counts the bytes under that operation; the
+        """Starts an operation and returns its handle. `part_of`: the operation whose statistics count the bytes; the
         caller must then count the call.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)

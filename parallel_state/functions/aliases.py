@@ -36,7 +36,7 @@ def get_data_parallel_world_size(with_context_parallel: bool = False, partial_da
 
 
 def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> int:
-    """Returns this rank's position in the group."""
+    """Returns this rank's position in `get_data_parallel_group(…)`."""
     return state.get_group_rank(_data_parallel(with_context_parallel, partial_data_parallel))
 
 

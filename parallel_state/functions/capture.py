@@ -19,8 +19,8 @@ __all__ = ["GraphCaptureContext", "graph_capture"]
 def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
     """Prepares the tp and pp groups for CUDA graphs that the body captures.
 
-    The body runs on a side stream, which waits for the current stream. On the CPU only the body runs. `device` is by
-    default the tp group's. Every rank of both groups must enter this context.
+    The body runs on a side stream, which waits for the current stream. On the CPU the context has no effect. `device`
+    is by default the tp group's. Every rank of both groups must enter this context.
     """
     tp, pp = get_tp_group(), get_pp_group()
     where = tp.device if device is None else torch.device(device)

@@ -91,10 +91,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     """One rank's view of a group, with every call on that group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
-    `world_size`, `local_rank` (on this host), `device`, `is_first_rank`, `is_last_rank`. Arguments `src` and `dst` can
-    be `first_rank_in_group`, `last_…`, `next_…` or `prev_…`; the last two wrap around. Their global ranks are
-    `first_global_rank` and so on. fairseq2's names: `size`, `as_process_group()`, `close()`. Programs don't call the
-    constructor.
+    `world_size`, `local_rank` (on this host), `device`, `is_first_rank`, `is_last_rank`. For the arguments `src` and
+    `dst`: `first_rank_in_group`, `last_rank_in_group`, `next_rank_in_group` and `prev_rank_in_group`; next and prev
+    wrap around. `first_global_rank` and so on are the global ranks. fairseq2's names: `size`, `as_process_group()`,
+    `close()`. Programs don't call the constructor.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError with the most similar name. Raises RenamedError for a `_Renamed` attribute: Python
-            calls this method after the getter raised.
+            """Raises AttributeError with the most similar name. Raises RenamedError for a `_Renamed`, whose own error
+            Python discards.
             """
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)

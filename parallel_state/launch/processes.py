@@ -210,7 +210,9 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes the ranks' files and the pipe `leash`. The kernel then kills ranks that still run."""
+        """Closes the ranks' files and the pipe `leash`. When the pipe closes, the kernel kills ranks that still run
+        (see worker.py).
+        """
         if not self._all_started:  # after a failed start only the kernel knows the processes
             self._leash_end.close()
             with suppress(BrokenPipeError):  # no process holds the other end

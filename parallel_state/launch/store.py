@@ -49,7 +49,9 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the environment variables by which ranks find the job's store."""
+    """Yields the environment variables by which ranks find the job's store. The first node serves the store. `secret`,
+    `library`: see `secret_and_library`.
+    """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
         return

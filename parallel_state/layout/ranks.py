@@ -148,7 +148,6 @@ class Layout:
         return tuple(name for name in grid.names if name in axes)
 
     def grid_of(self, *names: str) -> Grid:
-        """Returns the first grid that has all axes of the group."""
         return self._find(names)[0]
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -1,4 +1,6 @@
-"""Builds a received object. A `Medium` passes a message's head to `take_head`, fills the tensors, and calls `build`."""
+"""Builds a received object. The carrier of messages (`Medium`) passes the head to `take_head`, fills the tensors, and
+calls `build`.
+"""
 
 from __future__ import annotations
 

@@ -369,9 +369,9 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy of the dict, and the ids of the tensors to send whole.
+    """Returns a copy of the dict, and the ids of the tensors that `all_gather_tensors` maps to False.
 
-    In the copy these tensors are dense, because the codec replaces others by dense copies, which have other ids.
+    These tensors are dense in the copy: otherwise the codec would make dense copies, which have other ids.
     """
     tensors = tensors.copy()
     whole = set()

@@ -152,7 +152,9 @@ def agree_on_settings(
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
-    """Returns a random prefix for the names of a world, equal on all ranks. Every rank of `group` must call this."""
+    """Returns a random prefix for the names of a world's process groups, equal on all ranks. Every rank of `group`
+    calls this.
+    """
     # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)
     size = dist.get_world_size(group)

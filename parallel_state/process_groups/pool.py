@@ -330,7 +330,9 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Uses the caller's process group for `ranks`. The caller still owns it. Every member must call this method."""
+        """Uses the caller's process group for `ranks`. The caller still owns it. Every member must call this method.
+        `root`: see `acquire`.
+        """
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
             return Acquired(None, ())

@@ -511,7 +511,9 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision. Returns False if this world has another size, or a later start replaced it."""
+        """Waits for rank 0's decision in the store `world`. Returns False if the world's size isn't this rank's, or if
+        `launcher` announces another world than `name`.
+        """
         refused_at, look_at = None, time.monotonic()
         while True:
             left_s = max(0.0, self.deadline - time.monotonic())

@@ -52,7 +52,8 @@ class StoreWay(NamedTuple):
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
     """Finds the store that `init_method` names. Waits up to 60 s until the name of rank 0's host resolves.
 
-    Raises InvalidArgumentError for an invalid method, and RendezvousError if no address is usable.
+    `deadline` limits this call and the result's `connect`; `timeout_s` is passed to torch's rendezvous. Raises
+    InvalidArgumentError for an invalid method, and RendezvousError if no address is usable.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]

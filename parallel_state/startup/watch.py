@@ -30,8 +30,8 @@ def run_watched(
 ) -> T:
     """Runs `call(is_abandoned)` in a thread and returns its result.
 
-    Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes. The call then
-    continues in its thread, and must undo its work.
+    Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes. `call` then
+    continues in its thread, and must undo its work once `is_abandoned()` returns True.
     """
     ranks = list(ranks)
     abandoned = threading.Event()

@@ -30,9 +30,8 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns the backend for new groups.
-
-    None stands for the default group's backend: on GPUs, or if this library can't be compiled.
+    """Returns the backend for new groups, or None for the default group's backend. Returns None on GPUs, or if this
+    library can't be compiled.
     """
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):

@@ -283,7 +283,7 @@ def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Creates functions that call a method of a group.
+    """Creates functions for the module `module` that call a method of a group.
 
     `table` maps each function's name to group and method, such as `tp.all_reduce`.
     """

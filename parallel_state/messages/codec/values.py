@@ -319,7 +319,6 @@ class Decoder:
         self._left_s = _GRACE_S
 
     def value(self, data: bytes | memoryview) -> Any:
-        """Decodes a message's body. MAX_DEPTH limits nested Exts; plain lists nested too deep raise RecursionError."""
         if len(data) > _UNCHECKED_BYTES:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
@@ -344,7 +343,6 @@ class Decoder:
         return made
 
     def _timed(self, items: Sequence[Any], size_bytes: int, made: Any) -> Any:
-        """Adds the items to `made`, within a time limit: items with colliding hashes take quadratic time."""
         batch = max(1, min(1024, len(items) * _BATCH_BYTES // size_bytes))
         started = time.thread_time()
         left_s = self._left_s

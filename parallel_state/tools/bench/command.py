@@ -1,12 +1,12 @@
 """`python -m parallel_state bench`: measures latency and bandwidth of this library and of torch.distributed.
 
-    python -m parallel_state bench                               two minutes on two cores
+    python -m parallel_state bench                               two minutes on a host with two cores
     python -m parallel_state bench --quick --json found.json     few sizes, some seconds
     torchrun --nproc-per-node 8 -m parallel_state bench          in the ranks that torchrun started
 
 Measures collectives, and round trips of a tensor and of an object; on GPUs if there are any. Each result is checked
-before and after it is timed. Candidates take turns, and the slowest rank's time counts. Bandwidths are defined as in
-nccl-tests.
+before and after it is timed. The two libraries take turns, and the slowest rank's time counts. Bandwidths are defined
+as in nccl-tests.
 
 In a checkout `benchmarks/report.py` measures more and writes a page. It compares with vLLM, MPIs, zmq or another
 commit, and includes messages, torch.distributed's calls and start-up.

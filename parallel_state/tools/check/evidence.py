@@ -198,7 +198,7 @@ def core_times(evidence: Evidence, number: int) -> list[float]:
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns kind of group -> ranks of each group -> measurements by the group's slowest rank."""
+    """Returns kind of group -> ranks of each group -> measurements of the rank with the highest latency."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

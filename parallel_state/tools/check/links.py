@@ -165,7 +165,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Measures bandwidth. Doubles the message size until a run takes a quarter of `budget_s`."""
+    """Measures and sets `link.bytes_per_s`. Doubles the message size until a run takes a quarter of `budget_s`."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):

@@ -1,6 +1,7 @@
 """Lists the rules of `check`, one row each; docs/check.md shows the table.
 
-`found` is a format string, which `matches.text_of` fills in. Rules read only the collected facts and measurements.
+A rule's field `found` is a format string, which `matches.text_of` fills in. Rules read only the collected facts and
+measurements.
 """
 
 from __future__ import annotations

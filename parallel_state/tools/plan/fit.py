@@ -44,7 +44,7 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """Returns changes that fit, the smallest first. Returns [] if no change of one or two values fits."""
+    """Returns changes that give `request` a valid layout, the most likely first. Changes at most two options."""
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders

@@ -4,8 +4,9 @@ The keys of the JSON are stable: keys can be added, but none is removed. The tex
 
     groups           nodes: largest number of nodes of a group. crossing: number of groups on several nodes. same_as:
                      kinds with the same sets of ranks. process_group: "own", "world", "none", or the kind that owns it.
-                     steps: axes, fastest first; a group's ranks are `first[0]` plus all sums of index · stride.
-                     ends_of: null, or the kind of larger groups that contain these groups; `steps` are that kind's.
+                     steps: axes, fastest first; neighbours on an axis are `stride` ranks apart.
+                     ends_of: null, or the kind of larger groups that contain these groups. Then `steps` describes the
+                     larger groups.
     communicators    sets: kinds that share a set of ranks. megabytes: [least, most]
     rank             with --rank: only kinds that have a group with this rank
     error, changes   for sizes that don't fit

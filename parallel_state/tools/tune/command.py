@@ -32,7 +32,6 @@ RUN_S = 3600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 1 if tuning failed for some number of ranks, and 2 without a GPU."""
     parser = command_parser("tune", "[options]", __doc__)
     parser.add_argument("--ranks", type=positive, nargs="+", help="default: 2, 4, 6 and 8, up to the number of GPUs")
     parser.add_argument("--sizes", type=positive, nargs="+", default=SIZES, help="bytes per rank")

@@ -64,7 +64,7 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Runs the fused kernel and returns only the sum. The norm isn't compared, because its last bits vary."""
+    """Returns only the fused kernel's sum: tuning compares results exactly, and the norm's last bits vary."""
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -93,7 +93,6 @@ class Tuning:
     """Measures and chooses kernels on one group. All ranks of the group must make the same calls."""
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
-        """`peers` is the peer-memory communicator, created with UNBOUNDED thresholds."""
         self.group, self.plan = group, plan or Plan()
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
         self._peers = peers
@@ -101,7 +100,9 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Measures kernels, chooses thresholds and tests them. Raises TuneError on all ranks or on none."""
+        """Returns measured and tested thresholds for `conditions`. `source`: text for the result's field. Raises
+        TuneError on all ranks or on none.
+        """
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
