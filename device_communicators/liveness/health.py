@@ -525,6 +525,15 @@ class Watcher:
         """Returns True if an exit of any of these ranks would be detected immediately."""
         return set(ranks) <= self._places.keys()
 
+    def is_world(self, ranks: Collection[int]) -> bool:
+        """Returns True if these are all ranks of the world."""
+        return len(ranks) == len(self._places)
+
+    def process_of(self, rank: int) -> tuple[str, int] | None:
+        """Returns the host's name and the PID on that host, or None if the ranks have not met."""
+        place = self._places.get(rank)
+        return None if place is None else (place.host, place.pid)
+
     def explain(self, ranks: Iterable[int]) -> str:
         if self.watches(ranks):
             return ""

@@ -24,7 +24,7 @@ from device_communicators.calls.user_call import UserCall
 from device_communicators.liveness import stacks
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up
-from device_communicators.routing.states import MOST_ASKED, State, call_in_words, describe_states, group_key
+from device_communicators.routing.states import MOST_ASKED, State, describe_states, group_key, state_at
 
 _MOST_REPORTS = 64
 """Groups with more peers exchange reports only with the next 32 and the previous 32 ranks."""
@@ -87,7 +87,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
     states: dict[int, State] = {}
     if status is not None:
         if operation is not None:
-            own = State(key, context.name, call_in_words(context, operation), place)
+            own = state_at(context, operation, place)
             status.keep(own, context.timeout_s)
         states = status.ask_states(ranks, key, own)
         if own is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from device_communicators.calls.recorder import Operation
@@ -78,6 +79,8 @@ class State(NamedTuple):
     """Seconds since the rank's last call, or -1 if the rank makes calls one after another."""
     peer: int = -1
     """Global rank of the peer in a transfer, else -1."""
+    ranks: Sequence[int] = ()
+    """Global ranks of the call's group; empty for all ranks of the world."""
 
     def is_in_call_of(self, other: State) -> bool:
         return (self.key, self.call) == (other.key, other.call)
@@ -101,9 +104,14 @@ def state_without_call(idle_s: float) -> State:
 
 
 def state_of(context: GroupContext, operation: Operation, thread: int | None) -> State:
-    place = stacks.in_words(stacks.frames_of(thread))
+    return state_at(context, operation, stacks.in_words(stacks.frames_of(thread)))
+
+
+def state_at(context: GroupContext, operation: Operation, place: str) -> State:
     peer = -1 if operation.peer < 0 else context.ranks[operation.peer]
-    return State(group_key(context), context.name, call_in_words(context, operation), place, peer=peer)
+    is_world = context.watcher is not None and context.watcher.is_world(context.ranks)
+    ranks = () if is_world or peer >= 0 else context.ranks
+    return State(group_key(context), context.name, call_in_words(context, operation), place, peer=peer, ranks=ranks)
 
 
 def describe_states(states: dict[int, State], context: GroupContext) -> list[str]:

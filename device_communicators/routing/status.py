@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import weakref
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from device_communicators.routing.states import (
     call_in_words,
     describe_states,
     group_key,
+    state_at,
     state_of,
     state_without_call,
 )
@@ -97,7 +99,7 @@ class Status:
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
-            describe=lambda rank, _: json.dumps(self.describe()).encode(),
+            describe=lambda rank, _: pack_answer(self.describe()),
             elsewhere=lambda rank, _: self._answer_elsewhere,
         )
         watcher.on_look.append(self._look)
@@ -131,8 +133,8 @@ class Status:
         place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
         # A blocking call without an end or a waiting thread has failed.
         has_failed = operation.ended_s is None and operation.name not in STARTED
-        key = group_key(context) if has_failed else ""
-        return State(key, context.name, call_in_words(context, operation), place, idle_s=-1)
+        state = state_at(context, operation, place)
+        return state if has_failed else state._replace(key="", idle_s=-1)
 
     def describe(self) -> dict[str, Any]:
         now, start = time.monotonic(), self.start
@@ -146,6 +148,7 @@ class Status:
             "world": self._world_ranks if start is None else list(range(start.world_size)),
             "start": start and start.where,
             "pids": {str(rank): pid for rank, pid in self._watcher.pids.items()},
+            "processes": {str(rank): self._watcher.process_of(rank) for rank in self._world_ranks[:_MOST_SHOWN]},
             "groups": [
                 {
                     "group": group.context.name,
@@ -170,7 +173,7 @@ class Status:
     def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
         near = {self.rank, *self._watcher.pids}
         far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
-        self._ask_states(far, "", None, lambda states: reply(json.dumps(states).encode()))
+        self._ask_states(far, "", None, lambda states: reply(pack_answer(states)))
 
     @property
     def _world_ranks(self) -> tuple[int, ...]:
@@ -335,6 +338,19 @@ def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}
     except (AttributeError, TypeError, ValueError):
         return None, {}
+
+
+def pack_answer(value: Any) -> bytes:
+    """Returns compressed JSON: replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
+    return zlib.compress(json.dumps(value).encode())
+
+
+def unpack_answer(packed: bytes) -> Any:
+    """Raises ValueError for other bytes than those of `pack_answer`."""
+    try:
+        return json.loads(zlib.decompress(packed))
+    except zlib.error as error:
+        raise ValueError(f"not an answer of this version: {error}") from error
 
 
 def _packed(key: str, report: Report) -> bytes:

@@ -17,10 +17,11 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.3rem; } small, td.soft { color: light-dark(#596273, #9aa4b2); }
 p.wait { border-left: 4px solid #d97706; background: light-dark(#fff7ed, #2b2013); padding: .6rem .9rem; }
-table { border-collapse: collapse; width: 100%; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; min-width: 40rem; }
 td, th { text-align: left; padding: .35rem .6rem; vertical-align: top; }
 tr { border-bottom: 1px solid light-dark(#e2e6ec, #333b46); } tr.late { background: light-dark(#fef2f2, #2f1a1a); }
 tr.late td:first-child { box-shadow: inset 4px 0 #dc2626; } td:first-child { font-variant-numeric: tabular-nums; }
+td.soft { white-space: nowrap; } p, td:last-child { overflow-wrap: anywhere; }
 """
 
 
@@ -68,15 +69,18 @@ class DebugPage:
 def _body(job: Job) -> str:
     found = waits(job)
     late = {rank for wait in found for rank in wait.missing}
-    processes = {each["rank"]: escape(f"{each['host']}, pid {pid}") for pid, each in job.answers.items()}
+    processes = {rank: escape(f"{host}, pid {pid}") for rank, (host, pid) in job.processes.items()}
+    order = sorted(job.world, key=lambda rank: rank not in late)  # awaited ranks first
     rows = "".join(
         f'<tr{" class=late" * (rank in late)}><td>{rank}</td><td class="soft">{processes.get(rank, "another host")}'
         f"</td><td>{escape(state_in_words(job, rank))}</td></tr>\n"
-        for rank in job.world[:MOST_SHOWN]
+        for rank in order[:MOST_SHOWN]
     )
+    hosts, more = len({host for host, _ in job.processes.values()}), len(order) - MOST_SHOWN
+    size = f"{len(order)} ranks" + (f" on {hosts} hosts" if hosts > 1 and more <= 0 else "")
     heading = f"Ranks {format_ranks(sorted(late))} are awaited" if late else "No rank is awaited"
     cards = "".join(f'<p class="wait">{escape(str(wait))}</p>\n' for wait in found)
-    return f"""<h1>{heading} <small>{len(job.world)} ranks, {len(job.answers)} on this host</small></h1>
-{cards}<table><thead><tr><th>Rank</th><th>Process</th><th>State</th></tr></thead><tbody>
-{rows}</tbody></table>
-<p><small><a href="/">torch's pages</a></small></p>"""
+    return f"""<h1>{heading} <small>{size}</small></h1>
+{cards}<div class="wide"><table><thead><tr><th>Rank</th><th>Process</th><th>State</th></tr></thead><tbody>
+{rows}</tbody></table></div>
+{f"<p>{more} more ranks are not shown.</p>" if more > 0 else ""}<p><small><a href="/">torch's pages</a></small></p>"""

@@ -16,6 +16,7 @@ from device_communicators.control.plane import Endpoint, find_endpoints
 from device_communicators.cpu import native
 from device_communicators.liveness.condition import condition_of
 from device_communicators.routing.states import SILENT, State
+from device_communicators.routing.status import unpack_answer
 
 _ANSWER_S = 0.7
 _STATES_S = 1.0
@@ -41,6 +42,8 @@ class Job(NamedTuple):
     states: dict[int, State]
     answers: dict[int, Any]
     """PID -> state that a rank on this host sent."""
+    processes: dict[int, tuple[str, int]]
+    """Rank -> its host, and its PID there."""
     others: list[int]
     """PIDs of ranks of the same job in other worlds."""
 
@@ -88,7 +91,9 @@ def find(target: str) -> Job:
     ranks = {first, *answer["pids"].values(), *at_start}  # ranks don't know each other's PIDs during start-up
     others = sorted(set(job) - ranks)
     job = {pid: each for pid, each in answers.items() if pid in ranks}
-    return Job(*_states_of(job, described[first][1]), job, others)
+    processes = {int(rank): (host, pid) for rank, (host, pid) in answer["processes"].items()}
+    processes |= {each["rank"]: (each["host"], pid) for pid, each in job.items()}
+    return Job(*_states_of(job, described[first][1]), job, processes, others)
 
 
 def _pids_of(target: str, listening: list[int]) -> set[int]:
@@ -116,7 +121,8 @@ def _ancestors(pid: int) -> set[int]:
 def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
     library, address = native.load_for_tools(), (endpoint.host, endpoint.port)
     try:
-        return json.loads(question(library, address, endpoint.token, f"{topic}\0", limit_s) or b"null")
+        answer = question(library, address, endpoint.token, f"{topic}\0", limit_s)
+        return unpack_answer(answer) if answer else None
     except ConfigMismatchError as error:
         print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
     except (OSError, ForeignServiceError, ValueError):
@@ -159,12 +165,13 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
 def describe(job: Job, *, stacks: bool = False) -> list[str]:
     lines = [f"{len(job.world)} ranks, {len(job.answers)} of them answered on this host"]
     lines += map(str, waits(job))
-    pids = {each["rank"]: (pid, each) for pid, each in job.answers.items()}
+    here = {each["rank"]: each for each in job.answers.values()}
+    names = {name for name, _ in job.processes.values()}
     for rank in job.world[:MOST_SHOWN]:
-        who = f"rank {rank}" + (f" (pid {pids[rank][0]})" if rank in pids else "")
-        lines.append(f"  {who} {state_in_words(job, rank)}")
-        threads = pids[rank][1]["threads"] if stacks and rank in pids else []
-        for thread in threads:
+        host, pid = job.processes.get(rank, ("", 0))
+        process = f" ({host}, pid {pid})" if len(names) > 1 else f" (pid {pid})"
+        lines.append(f"  rank {rank}{process * (pid > 0)} {state_in_words(job, rank)}")
+        for thread in here[rank]["threads"] if stacks and rank in here else []:
             lines.append(f"    thread {thread['name']}{', waits for ' + thread['waits'] if thread['waits'] else ''}")
             lines += [f"      {path}:{line} in {function}" for path, line, function in thread["frames"]]
     return lines
@@ -179,19 +186,14 @@ def state_in_words(job: Job, rank: int) -> str:
 
 def waits(job: Job) -> list[Wait]:
     states = job.states
-    ranks_of = {
-        (each["rank"], group["group"]): group["ranks"] for each in job.answers.values() for group in each["groups"]
-    }
     calls: dict[tuple[str, str], list[int]] = {}
     for rank, state in sorted(states.items()):
         if state.key:
             calls.setdefault((state.key, state.call), []).append(rank)
     found = []
     for (_, call), waiting in calls.items():
-        name = states[waiting[0]].group
-        members = next((ranks_of[rank, states[rank].group] for rank in waiting
-                        if (rank, states[rank].group) in ranks_of), waiting)  # fmt: skip
+        first = states[waiting[0]]
         peers = {states[rank].peer for rank in waiting} - {-1}
-        missing = [rank for rank in sorted(peers) or members if rank not in waiting]
-        found.append(Wait(waiting, call, name, missing))
+        missing = [rank for rank in sorted(peers) or first.ranks or job.world if rank not in waiting]
+        found.append(Wait(waiting, call, first.group, missing))
     return found

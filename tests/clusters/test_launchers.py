@@ -21,7 +21,7 @@ CHECK_S = 75
 """60 s of --timeout, and the time that a hanging rank gets to exit."""
 START_S = 30
 """Ranks on a busy machine import torch at different speeds."""
-LATE = r"rank 3( \(pid \d+\))? is in no call of a group, at job\.py"
+LATE = r"rank 3 \((\S+, )?pid \d+\) is in no call of a group, at job\.py"
 """The two hosts share their PIDs, so either host's ranks may be those that answer for this one."""
 CHECK = ("-m", "parallel_state", "check", "--quick", "--tp", "2", "--pp", "2", "--timeout", "60")
 TEXT = "".join(f"Rank {rank} waits for the others, and then it dies. " for rank in range(40))
