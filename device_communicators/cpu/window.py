@@ -43,6 +43,8 @@ _CLOSED, _INTERRUPTED, _UNSUPPORTED, _UNMAPPED, _BROKEN, _WRONG_ARGUMENT = 4, 5,
 _PART_WORDS, _MOST_DIMS = 17, 9
 """Sizes of `WindowPart` in csrc/window_part.h."""
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
+_LEFT_TO_PYTHON = -1
+"""Result of `ps_direct_put`, which takes plain tensors only."""
 _LONGEST_S = 1e9
 _ADVICE = "call it outside the compiled function"
 
@@ -98,11 +100,12 @@ def group_of_one(context: GroupMember) -> NativeGroup:
 
 
 @functools.cache
-def _calls_of(library: Any) -> tuple[Any, Any, Any]:
+def _calls_of(library: Any) -> tuple[Any, Any, Any, Any]:
     putting, signalling, waiting = (
         library.method(f"ps_window_{name}") for name in ("putting", "signalling", "waiting")
     )
-    return putting, signalling, waiting
+    direct = library.method("ps_direct_put") if library.has_ops else lambda *_: _LEFT_TO_PYTHON
+    return direct, putting, signalling, waiting
 
 
 class _Opened:
@@ -155,7 +158,7 @@ class Window:
         self._opened = _Opened(library, address)
         self._address: int = address
         self._parts = exchange(torch.tensor(part[:], dtype=torch.int64, device="cpu")).view(-1, _PART_WORDS)
-        self._putting, self._signalling, self._waiting = _calls_of(library)
+        self._direct_put, self._putting, self._signalling, self._waiting = _calls_of(library)
         status = library.ps_window_open(address, self._parts.data_ptr())
         if status:
             self._fail(status, "window", group.rank)
@@ -170,18 +173,25 @@ class Window:
         also signals rank `dst`, in the same message. Raises InvalidArgumentError if `x` doesn't fit, and
         CollectiveTimeoutError if another host doesn't receive the bytes.
         """
+        started = time.monotonic()
+        status = self._direct_put(self._address, x, dst, offset, 1 if signal else 0)
+        if status == _LEFT_TO_PYTHON:
+            status = self._put(x, dst, offset, bool(signal))
+        if status:
+            self._fail(status, "put", dst, started)
+
+    def _put(self, x: Tensor, dst: int, offset: int, signal: bool) -> int:
         if not isinstance(x, Tensor) or not x.is_cpu:
             raise InvalidArgumentError(
                 f"put of a window of {self} takes a CPU tensor, but got another object: a {type(x).__name__}"
             )
         if not is_dense(x):
             x = dense(x)
-        number, started = DTYPE_NUMBERS.get(x.dtype, -1), time.monotonic()
-        status = self._putting(
-            self._address, index(dst), index(offset), x.numel(), number, x.data_ptr(), int(bool(signal))
+        number = DTYPE_NUMBERS.get(x.dtype, -1)
+        status: int = self._putting(
+            self._address, index(dst), index(offset), x.numel(), number, x.data_ptr(), int(signal)
         )
-        if status:
-            self._fail(status, "put", dst, started)
+        return status
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
@@ -217,9 +227,10 @@ class Window:
         After a CollectiveTimeoutError the window stays usable, and a later call can receive the signal.
         """
         started = time.monotonic()
-        limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
-        status = self._waiting(self._address, index(src), int(1e6 * min(limit_s, _LONGEST_S)))
+        limit_us = -1 if timeout_s is None else int(1e6 * min(max(timeout_s, 0.0), _LONGEST_S))
+        status = self._waiting(self._address, index(src), limit_us)
         if status:
+            limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
             self._fail(status, "wait_signal", src, started, limit_s)
 
     @host_call(_ADVICE)

@@ -15,6 +15,7 @@
 #include <memory>
 
 #include "calling.h"
+#include "one_sided.h"
 #include "ops.h"
 
 namespace {
@@ -489,6 +490,22 @@ void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {
     const Carried carried = served->handle().hosts() == nullptr ? sent() : unlocked(sent);
     if (carried == Carried::kNo) return not_mine();
     return carried == Carried::kYes ? same(facts->none) : given.in_python();
+  });
+}
+
+void* ps_direct_put(void*, void* const* objects, std::ptrdiff_t count) {
+  // window, x, dst, first element, whether a signal follows. Returns a Status, or -1 before anything has begun.
+  if (facts == nullptr) return calling.make_integer(-1);
+  return guarded([&]() -> void* {
+    Given given{nullptr, objects, count};
+    Tensor x;
+    std::int64_t dst = 0, first = 0, signals = 0;
+    const bool is_mine = given.are(5) && given.tensor(1, &x) && x.is_contiguous() && given.integer(2, &dst) &&
+                         dst == static_cast<int>(dst) && given.integer(3, &first) && given.integer(4, &signals) &&
+                         given.is_straight();
+    if (!is_mine) return calling.make_integer(-1);
+    return put_from_python(pointer_of(given.object(0)), static_cast<int>(dst), first, x.numel(),
+                           static_cast<int>(x.scalar_type()), x.const_data_ptr(), signals != 0);
   });
 }
 

@@ -47,6 +47,7 @@ class SharedWindow {
   // A timeout of 0 only polls.
   Status wait_signal(int src, double timeout_s, Refusal* refusal);
   Status memory_of(int rank, void** found, Refusal* refusal);
+  double timeout_s() const { return handle_->timeout_s(); }
   bool maps(int rank) const { return rank >= 0 && rank < handle_->size() && peer(rank).memory != nullptr; }
 
   // Collective: waits for the puts of other hosts, and frees the blocks. Otherwise these stay until the group ends,
@@ -85,5 +86,9 @@ class SharedWindow {
   bool is_given_ = false;
   std::atomic<bool> ended_{false};
 };
+
+// `window`: as in ps_window_put. The thread has the interpreter lock. Returns a Python int: the Status.
+void* put_from_python(void* window, int dst, std::int64_t first_element, std::int64_t elements, int dtype,
+                      const void* data, bool signals);
 
 }  // namespace parallel_state

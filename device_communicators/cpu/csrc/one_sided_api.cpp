@@ -11,6 +11,8 @@ using namespace parallel_state;
 
 thread_local SharedWindow::Refusal refusal;  // of this thread's last call
 
+constexpr std::int64_t kMostLocked = 8 << 10;  // elements, which a core copies in a few microseconds
+
 std::shared_ptr<SharedWindow> shared(void* opened) { return *static_cast<std::shared_ptr<SharedWindow>*>(opened); }
 
 template <typename Function>
@@ -22,6 +24,14 @@ void* unlocked(Function function) {
 }
 
 }  // namespace
+
+void* parallel_state::put_from_python(void* opened, int dst, std::int64_t first, std::int64_t elements, int dtype,
+                                      const void* data, bool signals) {
+  const std::shared_ptr<SharedWindow> window = shared(opened);
+  const auto put = [&] { return window->put(dst, first, elements, dtype, data, signals, &refusal); };
+  if (elements <= kMostLocked && window->maps(dst)) return calling.make_integer(static_cast<int>(put()));
+  return unlocked(put);
+}
 
 #pragma GCC visibility push(default)
 extern "C" {
@@ -74,13 +84,9 @@ void ps_window_delete(void* window) { delete static_cast<std::shared_ptr<SharedW
 // window, dst, first element, elements, dtype, data, whether a signal follows.
 void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
-  const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
   const auto word = [given](int at) { return static_cast<std::int64_t>(number_of(given[at])); };
-  const int dst = static_cast<int>(word(1)), dtype = static_cast<int>(word(4));
-  const std::int64_t first = word(2), elements = word(3);
-  const void* const data = pointer_of(given[5]);
-  const bool signals = word(6) != 0;
-  return unlocked([&] { return window->put(dst, first, elements, dtype, data, signals, &refusal); });
+  return put_from_python(pointer_of(given[0]), static_cast<int>(word(1)), word(2), word(3), static_cast<int>(word(4)),
+                         pointer_of(given[5]), word(6) != 0);
 }
 
 // window, dst.
@@ -92,12 +98,13 @@ void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return window->signal(dst, &refusal); });
 }
 
-// window, src, timeout in us.
+// window, src, timeout in us; -1 for the group's.
 void* ps_window_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));
   const int src = static_cast<int>(number_of(given[1]));
-  const double timeout_s = static_cast<double>(number_of(given[2])) / 1e6;
+  const auto timeout_us = static_cast<std::int64_t>(number_of(given[2]));
+  const double timeout_s = timeout_us < 0 ? window->timeout_s() : static_cast<double>(timeout_us) / 1e6;
   return unlocked([&] { return window->wait_signal(src, timeout_s, &refusal); });
 }
 
