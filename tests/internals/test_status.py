@@ -81,7 +81,7 @@ def test_nothing_is_said_of_a_rank_that_does_not_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [b'[["', b"[1, 2, 3]", b'[["a", "b", "c", "d", "e", true, 1, 2, "more"], {}]', b"[null, []]"]
+    "reply", [b'[["', b"[1, 2, 3]", b'[["a", "b", "c", "d", "e", true, 1, 2, [], "more"], {}]', b"[null, []]"]
 )
 def test_a_reply_that_cannot_be_read_costs_no_other(reply: bytes) -> None:
     peers = _peers()
