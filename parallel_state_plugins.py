@@ -87,7 +87,7 @@ def sglang_general() -> None:
 
 
 def log_once(engine: str, level: int, text: str) -> None:
-    """Logs `text`, unless this process or an ancestor has logged the same text."""
+    """Logs `text` for `engine`, such as `vllm`, unless this process or an ancestor has logged the same text."""
     logger = logging.getLogger(f"{engine}.parallel_state")  # a child of the engine's logger uses its handlers
     key = f"{engine}:{zlib.crc32(text.encode()):08x}"
     logged = os.environ.get(_LOGGED, "").split("|")

@@ -450,8 +450,8 @@ def _leave_to_partitioner(token: FunctionalTensor) -> None:
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Returns the policy that makes torch save an op's results instead of recomputing the op. Before torch 2.15, with
-    an activation budget between 0 and 1, torch may still recompute: it fails if all nodes must be saved.
+    """Returns the policy that makes torch save an op's results instead of recomputing the op. With an activation
+    budget between 0 and 1, torch before 2.15 fails if all nodes must be saved. The policy then only prefers saving.
     """
     from torch._functorch import config as functorch_config  # already imported
 

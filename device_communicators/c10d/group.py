@@ -83,7 +83,7 @@ def _as_torch_error(error: CommunicationError) -> CommunicationError:
 @cache
 def _torch_kind(kind: type[CommunicationError]) -> type[CommunicationError]:
     def reduced(self: CommunicationError) -> tuple[Any, ...]:
-        """Pickles the error as `kind`: pickle can't find the subclass by module and name."""
+        """Pickles the error as its base class: pickle can't find the subclass by module and name."""
         _, arguments = kind.__reduce__(self)
         return _restore_torch_error, (kind, *arguments[1:])  # type: ignore[index]
 
@@ -210,7 +210,7 @@ class Group:
         return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of calls from Python and of gloo. The C++ backend sets its own timeout before."""
+        """Sets the timeout of calls from Python and of gloo. The C++ backend sets its own, then calls this."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)
@@ -253,8 +253,8 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Creates a group of this rank alone, for a torch window. Returns the compiled library's path and the group's
-        number.
+        """Creates a group of this rank alone, for a `c10d::Window`. Returns the compiled library's path, and the
+        group's number in that library.
         """
         if self._alone is None:
             self._alone = group_of_one(self.context)

@@ -171,7 +171,7 @@ class World:
     ) -> None:
         """Listens at `address` and serves a key-value store; see `ControlStore`.
 
-        `port`: None for any free port, or one within PARALLEL_STATE_PORTS if set. `token`: secret of the clients;
+        `port`: if None, a free port is chosen, within PARALLEL_STATE_PORTS if set. `token`: secret of the clients;
         random if empty. `limit_s`: time without messages after which a host counts as unreachable. Raises ControlError
         if listening fails, or ResourceLimitError if a resource ran out.
         """

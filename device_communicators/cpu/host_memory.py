@@ -546,7 +546,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
     """Returns for how many ns a waiting rank polls, and how many times the rank then yields its core. `group` and
     `everyone` are core masks: of the group's ranks, and of all ranks on the host.
 
-    If there are more ranks than cores, polling would delay the awaited rank.
+    With more ranks than cores, ranks yield: polling would delay the awaited rank.
     """
     given = settings.SPIN_US.get()
     cores = functools.reduce(int.__or__, group)

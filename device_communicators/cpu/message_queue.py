@@ -394,7 +394,7 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """True if C++ has found the next message, but Python must receive this message."""
+        """True if C++ has found the next message and left the message to Python."""
         return self._report[_FOUND] != 0
 
     @property

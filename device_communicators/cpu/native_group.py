@@ -425,7 +425,7 @@ def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
     """Returns the error of a failed wait. `place`: the suspected rank, or OUTSIDE for a rank outside the group. If a
-    rank gave up the wait, `reporter` is this rank and `reason` its status.
+    rank gave up, `reporter` is the rank that gave up and `reason` its status.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

@@ -269,9 +269,6 @@ class Transfers:
             self._waits.discard(key)
 
     def _refuse_inside(self, sends: int, peer: int) -> None:
-        """Raises UsageError if a signal handler interrupted a transfer of its thread, because messages would mix.
-        Within a host, only transfers in the same direction with the same peer are refused.
-        """
         if self._key(sends, peer) in self._waits:
             raise self._in_a_handler(sends)
 

@@ -227,9 +227,9 @@ class Watcher:
                 self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Starts to watch all ranks. Each rank calls this once, with the same `places`, which describe all ranks.
+        """Starts to watch all ranks. Each rank calls this once, with its own `rank` and the same `places` of all ranks.
 
-        If a rank has no control plane that all peers can reach, logs a warning and watches no rank.
+        If any rank has no control plane that all peers can reach, no rank watches, and each host logs a warning.
         """
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:

@@ -28,7 +28,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """Result of a vote: `holds` is True if all ranks have the property. The object's truth value is `holds`."""
+    """Verdict on a property of the group, equal on all ranks: whether the property `holds`, and the `reason`."""
 
     holds: bool
     reason: str

@@ -134,9 +134,6 @@ class NcclCommunicator(Communicator):
         logger.info("%s: %s, ready after %.2f s", self.context, self.library, time.monotonic() - started)
 
     def _prove(self, one: Tensor, started: float, advice: str) -> None:
-        """All-reduces `one`, a tensor that contains 1, and raises if the sum isn't the number of ranks. `advice`: text
-        for this error.
-        """
         watch = self._watched()
         self._all_reduce(one, one, "sum")
         deadline = Deadline(self.context, "the first all_reduce over NCCL")

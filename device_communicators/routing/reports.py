@@ -112,8 +112,8 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns a call that some ranks completed and others didn't, and the ranks that completed it. Returns None if
-    these aren't all in the same next call.
+    """Returns the earliest call in `reports` and the ranks that completed the call. Returns None unless all these ranks
+    are in the same next call.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]

@@ -185,7 +185,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Decides if compiled ops call the first communicator's C++ code directly, or call this route."""
+        """Makes compiled ops call the first communicator's C++ code directly if `on`, else this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -295,8 +295,8 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation and returns its handle. `part_of`: the operation whose statistics count the bytes; the
-        caller must then count the call.
+        """Starts an operation and returns its handle. `part_of`: the operation under which the bytes are counted. If
+        given, the caller must count the call.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):

@@ -240,8 +240,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns other ranks that can watch the ranks of `asked` that neither this rank nor a rank of `asked` can
-        watch.
+        """Returns ranks outside `asked` that can watch ranks in `asked`. Ranks that this rank, or another rank in
+        `asked`, can watch need no such helper.
         """
         helpers: list[int] = []
         for rank in asked:

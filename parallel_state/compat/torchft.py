@@ -21,8 +21,8 @@ from device_communicators.c10d.world import World
 class ProcessGroupParallelState(ProcessGroupWrapper):
     """Connects the replicas' ranks anew at each change of the quorum.
 
-    A death ends the calls of the other replicas within 1 s. `timeout` limits calls and the start of a group. The group
-    is a failure domain of its own, with ranks numbered from 0 in its errors, also if the replica has other groups.
+    A death ends the calls of the other replicas within 1 s. `timeout` limits calls and the start of a group. A failure
+    of the group doesn't affect the replica's other groups. Errors number the group's ranks from 0.
     """
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:

@@ -144,9 +144,7 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Matches the nodes that compute x · rsqrt(mean(x²) + eps), where `square` is x². Returns the node of the product,
-    and eps.
-    """
+    """Matches x · rsqrt(mean(x²) + eps), where `square` is x² and x is in `wides`. Returns the product node and eps."""
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None

@@ -131,9 +131,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     if not TYPE_CHECKING:  # with it, a type checker would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raises AttributeError with the most similar name. Raises RenamedError for a `_Renamed`, whose own error
-            Python discards.
-            """
+            """Raises RenamedError for a renamed attribute, otherwise AttributeError with the most similar name."""
             if isinstance(renamed := getattr(type(self), name, None), _Renamed):
                 raise renamed._error(self)
             known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]

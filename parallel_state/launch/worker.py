@@ -240,8 +240,8 @@ def _take_secret(secret: bytes) -> None:
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """Makes the kernel kill this process when the launcher exits, even while a thread holds the GIL. `leash`: a pipe
-    whose other end only the launcher has.
+    """Names this process `name`. Makes the kernel kill it when the launcher exits, even while a thread holds the GIL.
+    `leash`: a pipe whose other end only the launcher has.
     """
     multiprocessing.current_process().name = name
     name_this_thread(name)

@@ -15,8 +15,8 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of group. Groups of a kind lie along an axis of the world, or are derived from other kinds: by `spans`,
-    `within` or `ends_of`.
+    """A kind of group: an axis of the grid of ranks, or derived from other kinds. It combines several kinds (`spans`),
+    divides a kind (`within`), or has some ranks of each group of a kind (`ends_of`).
     """
 
     name: str

@@ -6,8 +6,8 @@ The layout has two numberings of the same ranks, like Megatron's two RankGenerat
 - experts: `etp` (expert tensor parallel) in place of `tp`, `efsdp` (expert data parallel) in place of `dp_shard`,
   without axes that split a sequence.
 
-Up to three numberings more have one axis in two parts: `tp` divided by `dcp` (decode context parallel), `edp` by
-optimizer instances, `dp` by nodes.
+Up to three further numberings split an axis in two: `tp` by `dcp` (decode context parallel), `efsdp` by optimizer
+instances, `dp` by nodes.
 """
 
 from __future__ import annotations
@@ -230,7 +230,6 @@ def _expert_grid(
 
 
 def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
-    """Raises LayoutError if the dense and expert layers of a pipeline stage would be on different ranks."""
     if dense.size("pp") == 1:
         return
     if dense.stride("pp") != experts.stride("pp"):

@@ -100,7 +100,9 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Counts a receive without a TensorDictSpec as recv_tensor_dict, even if a later call with a spec completes it."""
+    """Returns the index in TRANSFERS of the receiving method. If a call with a TensorDictSpec completes a receive
+    without a spec, the method is recv_tensor_dict.
+    """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
@@ -307,7 +309,7 @@ class LibraryMedium(RouteMedium):
     def announce(self, call: UserCall) -> None:
         """Counts a broadcast message as one of the group's collectives.
 
-        A rank in a collective reads no messages, so that a mismatch could otherwise go undetected.
+        Otherwise a mismatch could go undetected, because a rank in a collective reads no messages.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

@@ -306,8 +306,8 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Receives into `tensors`. Raises CollectiveMismatchError if the sender's spec differs from `form` (text or
-        digest).
+        """Receives into `tensors`. `form`: text or digest of the expected spec. Raises CollectiveMismatchError if the
+        sender's spec differs.
         """
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
@@ -320,7 +320,7 @@ class Messenger:
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
         """Receives a spec's tensors, if possible as views of the sender's memory. `head`: the spec's message head.
-        `form`: its `Form.address`.
+        `form`: the `address` of the spec's `Form`.
         """
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))

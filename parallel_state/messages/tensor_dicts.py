@@ -139,7 +139,7 @@ class _KnownForm(NamedTuple):
     can_be_lent: bool
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Compares the spec's entries that aren't tensors with `tensors`; C++ compares the tensors."""
+        """Returns True if `tensors` has the spec's entries that aren't tensors. C++ compares the tensors."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False

@@ -232,7 +232,7 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Reads and checks a header. `head_bytes`: the size of header and body, if known."""
+    """Reads and checks the header at the start of `data`. `head_bytes`: total size of header and body, if known."""
     if len(data) < _HEADER.size:
         raise not_a_message(
             f"its {len(data)} bytes are fewer than the {_HEADER.size} of a message's header", context, src

@@ -123,8 +123,8 @@ class Agreement:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
         After a timeout the ranks try again together, also those that were late. The name ends with the number of the
-        try: DTensor's caches find a later world's groups by name, so it can't be random. If a rank passes a `problem`,
-        all ranks raise CommunicationError.
+        try. The name isn't random, because DTensor's caches find a later world's equal group by name. If a rank passes
+        `problem`, the reason why it can't create the group, all ranks raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
@@ -178,7 +178,9 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes from the store this rank's address of the previous try of `meet`, which no rank uses any more."""
+        """Deletes this rank's address of the previous try of `meet` from the store of `ranks`. `name`: the group's name
+        in the current try.
+        """
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

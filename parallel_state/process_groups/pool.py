@@ -152,7 +152,7 @@ class ProcessGroupPool:
 
         - `division`: a function that returns the rank lists of this group and its siblings, which divide the world. If
           given, every rank of the world must call `acquire`.
-        - `near`: groups that outlive the returned group. If one of them has the same ranks, options and `root`, returns
+        - `near`: groups that the caller already holds. If one of them has the same ranks, options and `root`, returns
           that group.
         - `root`: name of the failure domain: ranks that fail together. Groups of different domains aren't shared.
         - `unshared`: always creates a new group. Each thread needs its own group, because gloo matches a group's
@@ -344,8 +344,8 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program, not this library, made the group. For the default group, returns `everyone` in
-        this case.
+        """Returns True if the program, not this library, made the group. torch's default group counts only if
+        `everyone` is True.
         """
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)

@@ -150,8 +150,8 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
     """Returns True if torchrun or this library's `launch` serves the store at `address`.
 
-    `launch` is recognized by a module that its workers import. Programs that a rank starts would inherit an environment
-    variable.
+    `launch` is recognized by a module that its workers import, not by an environment variable, which programs that a
+    rank starts would inherit.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True

@@ -364,7 +364,7 @@ class _Meeting:
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
         """Waits until all ranks have entered the store `world`. Returns the decision (start or error), and the number
-        of ranks that should read it.
+        of ranks that should read it. The store `launcher` announces this world as `name`.
         """
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
@@ -405,9 +405,9 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a rank repeats its complaint that it can't reach rank 0.
+        """Returns True if the text `complaint` repeats a rank's complaint that it can't reach rank 0.
 
-        The first complaint is deleted: perhaps rank 0 was only suspended, or the network was interrupted.
+        Otherwise deletes `complaint` from `launcher`: perhaps rank 0 was only suspended, or the network interrupted.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
@@ -511,8 +511,8 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision in the store `world`. Returns False if the world's size isn't this rank's, or if
-        `launcher` announces another world than `name`.
+        """Waits for rank 0's decision in the store `world`. Returns False if this process isn't in the world, or if
+        the store `launcher` announces a newer world than `name`.
         """
         refused_at, look_at = None, time.monotonic()
         while True:
@@ -562,9 +562,9 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises the error that rank 0 published, or PeerDiedError if rank 0 exited.
+        """Raises the error that rank 0 published, or PeerDiedError if rank 0 exited. The cause is `error`.
 
-        Rank 0 counts as exited 0.8 s after `refused_at`, when its store first refused a connection.
+        Rank 0 counts as exited 0.8 s after its store first refused a connection, at `refused_at`.
         """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error

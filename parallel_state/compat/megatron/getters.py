@@ -180,8 +180,8 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns `dp`; with `with_context_parallel`, `dp_cp`. With `partial_data_parallel` too, returns `intra_dp_cp`, of
-    one optimizer instance. Otherwise `independent_all_gather` selects a second group with the ranks of `dp_cp`.
+    """Returns `dp`, or `dp_cp` if `with_context_parallel`. Two options replace `dp_cp`: `partial_data_parallel` by
+    `intra_dp_cp`, of one optimizer instance; `independent_all_gather` by a second group with the ranks of `dp_cp`.
     """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")

@@ -164,7 +164,7 @@ class GroupCoordinator(GroupView):
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
         """Concatenates the ranks' tensors along dim 0; rank r has `sizes[r]` rows. Returns a list, with a result for
-        each tensor.
+        each tensor in `input_`.
         """
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):

@@ -274,8 +274,8 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
 
 @contextmanager
 def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """With `owns_attention`, keeps SGLang's flag `scoped_gather_slot` within the block. SGLang would otherwise compute
-    the slot from the block's group sizes.
+    """Keeps SGLang's gather slot unchanged within the block, if `owns_attention`. SGLang would otherwise compute the
+    slot from the block's group sizes.
     """
     theirs = sys.modules.get("sglang.srt.runtime_context")
     flags = None if theirs is None else theirs.get_flags().dp

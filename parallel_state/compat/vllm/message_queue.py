@@ -268,8 +268,8 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Names the process that exited in errors of the block. If `shutdown` was called, the errors become
-        RuntimeError.
+        """Replaces errors of the block about an exited peer by a PeerDiedError that names its process. After
+        `shutdown`, raises RuntimeError instead.
         """
         try:
             yield

@@ -210,7 +210,6 @@ def torch_by_call(operation: str, group: Any, size: int) -> Call:
 
 
 def _ramp(count: int, start: int, factor: int, more: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Repeats a period of seven test values: an int64 tensor of `count` indices would need more memory."""
     period = ((torch.arange(7) + start) % 7 * factor + more).to(dtype).to(device)
     return period.repeat(-(-count // 7))[:count].contiguous()
 

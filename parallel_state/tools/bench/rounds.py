@@ -84,7 +84,7 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
     """Calls `method` on all ranks of `team`, the processes that run one library, and returns their answers. If that
-    fails, notes the error in `row`, removes the team from `teams`, and returns None.
+    fails, notes the error in `row` under `name`, removes the team from `teams`, and returns None.
     """
     if team not in teams:
         return None

@@ -1,6 +1,7 @@
-"""Defines the methods of a team, an object that runs the candidates of one library.
+"""Defines the methods of a team: the processes that measure one library.
 
-Each method is called on all ranks of the team at the same time:
+A case is an operation and a size; a candidate is one of the library's ways to run a case. Each method is called on all
+ranks of the team at the same time:
 
 prepare(values) -> list[str]     returns the candidates for a case (`values`), the same on every rank
 check(name) -> str | None        makes one call of the candidate; returns the result's problem, or None
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """Raised if a team (the candidates of one library) fails, or doesn't answer in time."""
+    """Raised if a team fails, or doesn't answer in time."""
 
 
 def last_line(text: str) -> str:
@@ -23,10 +24,10 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank: `elapsed_s`, the duration of all its calls, or in ns of the host's clock when each call
-    started or ended.
+    """The times of one rank: either `elapsed_s`, the duration of all its calls, or one time per call.
 
-    In the second case one rank has `starts_ns`, the others `ends_ns`. A call ends when its last rank has ended it.
+    In the second case one rank has `starts_ns`, the others `ends_ns`, in ns of the host's clock. A call ends when its
+    last rank has ended it.
     """
 
     elapsed_s: float = 0.0

@@ -59,7 +59,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that applies `test` to the ranks of each key. `keys` returns the keys of a rank."""
+    """Groups all ranks by key, and applies `test` to each group. `keys` returns a rank's keys: one per group."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]

@@ -44,7 +44,7 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """Returns changes that give `request` a valid layout, the most likely first. Changes at most two options."""
+    """Returns changes that give `request` a valid layout, the most likely first. Each alters at most two options."""
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
@@ -80,7 +80,6 @@ def _orders(request: Request) -> Iterator[Change]:
 
 
 def _insert(names: Sequence[str], name: str) -> list[str]:
-    """Returns `names` with `name` inserted in front of the names that come later in AXES."""
     if name in names:
         return list(names)
     later = [place for place, other in enumerate(names) if _TABLE.index(other) > _TABLE.index(name)]

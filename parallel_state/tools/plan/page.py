@@ -72,7 +72,7 @@ def page_data(plan: Plan, name: str) -> dict[str, Any]:
     """Returns the data from which `page.js` computes the groups: grids, axes and kinds of groups.
 
     For embedding groups, `places` lists the pipeline stages of a group's ranks. For groups that divide larger groups,
-    `parts` lists the indices of the parts of each larger group.
+    `parts` has, for each larger group, the indices of the groups in it.
     """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {

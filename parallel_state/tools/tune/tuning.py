@@ -64,7 +64,9 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Returns only the fused kernel's sum: tuning compares results exactly, and the norm's last bits vary."""
+    """Runs the fused all-reduce, addition and RMS norm, and returns only the sum. The norm's last bits vary, and tuning
+    compares results exactly.
+    """
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
@@ -100,7 +102,7 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Returns measured and tested thresholds for `conditions`. `source`: text for the result's field. Raises
+        """Returns measured and tested thresholds for `conditions`, with `source` in their field `source`. Raises
         TuneError on all ranks or on none.
         """
         times = {
