@@ -44,8 +44,11 @@ def hear(folder: Path, key: str) -> str:
 class Member:
     """A process with a default group that has no members yet. `name` stays, whatever its rank."""
 
-    def __init__(self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0) -> None:
-        self.folder, self.name = folder, int(os.environ["RANK"])
+    def __init__(
+        self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0, meets: bool = False
+    ) -> None:
+        """`meets`: members wait for each other before they call reconfigure, as members of gloo's groups must."""
+        self.folder, self.name, self._meets = folder, int(os.environ["RANK"]), meets
         self._is_gloo = backend == "gloo"
         dist.init_process_group(
             backend,
@@ -68,6 +71,8 @@ class Member:
         key = f"handle-{uuid}" if self._is_gloo else "handle"
         if self._is_gloo:
             tell(self.folder, f"{key}-{self.name}", c10d._get_reconfigure_handle())
+        elif self._meets:
+            self.meet(f"begin-{uuid}", names)
         handles = self.handles(names, key)
         started = time.monotonic()
         c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=timeout_s)).wait()
@@ -109,7 +114,7 @@ def kill_and_replace(
     between two calls, and the victim exits. `rounds_in(folder)` reads the results."""
     # torch's flight recorder imports torch's compiler for its file, which takes seconds.
     os.environ["TORCH_FR_DUMP_ON_TIMEOUT"] = "0"
-    member = Member(Path(folder), backend)
+    member = Member(Path(folder), backend, meets=polite)
     names, chance = list(range(size)), random.Random(seed)
     for round_ in range(rounds):
         if round_ == 0 and member.name in names:
