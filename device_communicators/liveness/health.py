@@ -425,13 +425,13 @@ class Watcher:
         """Exchanges records between `ranks` (global) and returns them in the order of `ranks`. Each of these ranks
         calls this.
 
-        The n-th calls with the same purpose and ranks form one exchange: all return the same records, or raise for the
-        same reason. An exchange takes one round trip per 4 KiB of the longest record. Raises:
+        The n-th calls with the same purpose and ranks form one exchange. All return the same records or raise for the
+        same reason, with one exception. An exchange takes one round trip per 4 KiB of the longest record. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError, caused by an UnmetError, if ranks left, were late, or did not answer. If ranks did not
-          answer, other ranks perhaps have the records. This rank isn't reported as failed, so the program can still
-          call `reinitialize`;
+        - CollectiveTimeoutError, caused by an UnmetError, if ranks left or haven't called this in time. The exception:
+          if ranks called this but their answers don't arrive in time, other ranks perhaps return the records. This rank
+          isn't reported as failed, so the program can still call `reinitialize`;
         - ControlError if there is neither a control plane nor `gloo`, a gloo group of `ranks`.
 
         `what` is the start of the error's text.

@@ -193,8 +193,8 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why the value `auto` of `setting` means off on this rank, or None. Calls the CUDA driver only if the
-    table has a row for this number of ranks.
+    """Returns why the value `auto` of `setting` means off on this rank, or None. Calls the CUDA driver only if
+    thresholds were measured for this number of ranks.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]

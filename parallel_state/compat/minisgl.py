@@ -56,9 +56,9 @@ def implementation() -> Any:
 
 
 def install() -> None:
-    """Adds the communicator to `DistributedCommunicator.plugins`; mini-sglang uses the last plugin.
+    """Adds this library's communicator to `DistributedCommunicator.plugins`; mini-sglang uses the last plugin.
 
-    Idempotent. After `destroy_distributed()`, which removes the communicator, call this again. Raises UnsupportedError
+    Idempotent. Call this again after `destroy_distributed()`, which removes the communicator. Raises UnsupportedError
     if CUDA is available.
     """
     if torch.cuda.is_available():

@@ -241,8 +241,8 @@ def _check_same_pipelines(order: str, dense: Grid, experts: Grid) -> None:
     dp, edp = dense.size("dp_shard", "dp_replicate"), experts.size("efsdp", "dp_replicate")
     if not order.endswith("pp") and dp != edp:
         raise LayoutError(
-            f"in an order that doesn't end with pp, dense and expert layers must have the same data-parallel size, "
-            f"but in {order!r} they have {dp} and {edp}; put pp last, or choose expert sizes with "
+            f"dense and expert layers must have the same data-parallel size unless the order ends with pp, but in "
+            f"{order!r} they have {dp} and {edp}; put pp last, or choose expert sizes with "
             f"etp · ep = {experts.size('etp', 'ep') * edp // dp}"
         )
 

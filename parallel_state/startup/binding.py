@@ -90,8 +90,8 @@ def _cores_of(lists: Sequence[Sequence[int]], local_rank: int, local_world_size:
         return sorted(lists[local_rank])
     if local_world_size is None or local_rank >= local_world_size:
         raise SettingError(
-            f"{settings.CORES.name}=share needs the number of ranks on this host, but the launcher gave local rank "
-            f"{local_rank} the number {local_world_size}; set LOCAL_WORLD_SIZE, or a list of cores for each rank, "
-            "as 0-3|4-7"
+            f"{settings.CORES.name}=share needs the number of ranks on this host, but the launcher set "
+            f"LOCAL_WORLD_SIZE={local_world_size} for local rank {local_rank}; set LOCAL_WORLD_SIZE to that number, or "
+            f"{settings.CORES.name} to a list of cores for each rank, such as 0-3|4-7"
         )
     return cores.shares(cores.read_cores(cores.usable_cores()), local_world_size)[local_rank]
