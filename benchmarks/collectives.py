@@ -23,7 +23,7 @@ from pathlib import Path
 
 import command_line
 from harness import ranks as in_each_rank
-from harness.collectives import COPIES, OURS, VLLM
+from harness.collectives import COPIES, OURS, TREE, VLLM
 from harness.peers import MPIS, SIZES_OF_VLLM
 from harness.picture import draw
 from harness.rounds import Row, measure_all
@@ -42,6 +42,7 @@ PAIRS = (
     *(("op", peer) for peer in ("gloo", "Intel MPI")),
     ("coordinator", "vLLM coordinator, in place"),
     ("coordinator", "coordinator, in place"),
+    (TREE, "coordinator, in place"),
     *(("coordinator", peer) for peer in ("vLLM", "gloo", "Intel MPI", "MPICH", "Open MPI", "Open MPI (int16)")),
 )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import UnsupportedError
-from device_communicators.calls.reductions import REDUCING, reduction_refusal
+from device_communicators.calls.reductions import REDUCING, TREE_SUM, reduction_refusal
 from device_communicators.calls.user_call import REDUCE_OPS, begin_sending
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.message_streams import MessageStreams
@@ -33,6 +33,7 @@ class CpuCommunicator(Communicator):
     """Runs calls on CPU tensors in C++. A started collective is complete when the call that starts it returns."""
 
     name = "shared_memory"  # "hierarchical" with several segments
+    adds_in_tree_order = True
     tells_sending = True
 
     def __init__(self, context: GroupContext) -> None:
@@ -66,6 +67,11 @@ class CpuCommunicator(Communicator):
             return f"it has no {request.operation}"
         if request.operation in _BETWEEN_RANKS and not self._is_meshed:
             return f"it has no {request.operation}"
+        if request.reduce_op == TREE_SUM and not self._memory.has_subtrees:
+            return (
+                "order='tree' needs equally many ranks on each of at most 64 hosts, numbered host by host, but these "
+                f"have the ranks {self._memory.domains}; place the ranks so, or leave out order="
+            )
         if request.operation in REDUCING and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
         return None

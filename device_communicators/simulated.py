@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import UnsupportedError
-from device_communicators.calls.reductions import divide_, reduction_refusal
+from device_communicators.calls.reductions import TREE_SUM, divide_, reduction_refusal
 from device_communicators.calls.work import DONE, Work
 from device_communicators.routing.communicator import Communicator, Request
 
 
 class SimulatedCommunicator(Communicator):
     name = "simulated"
+    adds_in_tree_order = True
 
     def refusal(self, request: Request) -> str | None:
         if request.dtype is not None and request.reduce_op is not None:
@@ -32,7 +33,7 @@ class SimulatedCommunicator(Communicator):
         if x.dtype == torch.bool:
             return
         wide = x.float() if x.is_floating_point() and x.itemsize == 1 else x  # float8 has no arithmetic
-        if reduce_op == "sum":
+        if reduce_op in ("sum", TREE_SUM):
             x.copy_(wide * size)
         elif reduce_op == "avg" and not x.is_floating_point() and not x.is_complex():
             x.copy_(x * size)  # may wrap, like a real sum

@@ -31,7 +31,8 @@ from parallel_state.tools.bench.names import GLOO, OWN, PING_PONG
 
 COPIES = "(copies alone)"
 VLLM = "vLLM"
-OURS = ("op, in place", "op", "coordinator, in place", "coordinator", "symmetric op, in place")
+TREE = "coordinator, in place, tree order"
+OURS = ("op, in place", "op", "coordinator, in place", "coordinator", "symmetric op, in place", TREE)
 _PAGE = 4096
 
 
@@ -104,6 +105,8 @@ class OwnTeam(LoopTeam):
             found["op, in place"] = Exchange(op)
             found["coordinator, in place"] = Exchange(in_place)
             found["symmetric op, in place"] = Exchange(op, lambda shape, dtype, device: group.empty(shape, dtype))
+        if operation == "all_reduce" and self.size & (self.size - 1) == 0:
+            found[TREE] = Exchange(lambda x: group.all_reduce_(x, order="tree"))
         return {name: found[name] for name in OURS if name in found}
 
 

@@ -19,13 +19,15 @@ UNSIGNED = frozenset([torch.uint32, torch.uint64])
 """Dtypes that only NCCL can reduce."""
 _WIDENED = {torch.int16: torch.int32, torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32}
 _COMPLEX = {torch.complex64, torch.complex128}
-_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min"}
+_BOOL_OPS = {"sum": "max", "max": "max", "min": "min", "product": "min", "tree_sum": "max"}
 _ONE_THREAD_ELEMENTS = 32_768
 """torch computes larger tensors in several threads (at::internal::GRAIN_SIZE)."""
 _STATE_BYTES = 64
 """At least the size of `fenv_t`."""
 _DEFAULT = ctypes.c_void_p(-1)
 """FE_DFL_ENV of glibc and musl, the default floating-point state."""
+TREE_SUM = "tree_sum"
+"""The op of calls with `order="tree"`."""
 REDUCING = (
     "all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv",
     "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
@@ -37,7 +39,7 @@ def reduction_refusal(dtype: torch.dtype, reduce_op: str | None) -> str | None:
     if dtype in _NATIVE or dtype in _WIDENED:
         return None
     if dtype in _COMPLEX:
-        return None if reduce_op in ("sum", "avg") else f"{reduce_op} of {dtype} is not defined"
+        return None if reduce_op in ("sum", "avg", TREE_SUM) else f"{reduce_op} of {dtype} is not defined"
     if dtype == torch.bool:
         return None if reduce_op in _BOOL_OPS else f"{reduce_op} of {dtype} is not defined"
     known = sorted(str(each).removeprefix("torch.") for each in (*_NATIVE, *_WIDENED, *_COMPLEX, torch.bool))

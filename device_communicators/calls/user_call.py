@@ -61,7 +61,7 @@ DTYPE_NUMBERS = {
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPE_NUMBERS.items()}
 _SHAPE_BITS = 60
 _NO_SHAPE = 15
-REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4}
+REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4, "tree_sum": 5}
 """The numbers of `ReduceOp` in csrc/reduce.h."""
 _OF_ROWS = ("all_to_all", "all_gatherv")
 

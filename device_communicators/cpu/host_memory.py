@@ -90,6 +90,13 @@ class HostMemory:
     def in_one_segment(self) -> bool:
         return self.problem is None and len(self.domains) == 1
 
+    @property
+    def has_subtrees(self) -> bool:
+        """Returns True if adding each domain as a tree, and then the domains as a tree, adds all ranks as a tree."""
+        ranks, each = range(len(self.members.ranks)), len(self.domains[0])
+        blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
+        return self.domains == blocks and len(blocks) <= MAX_RANKS
+
     def attach(
         self,
         watcher: Watcher | None = None,

@@ -181,6 +181,8 @@ class Communicator(ABC):
     not set up.
     """
 
+    adds_in_tree_order: ClassVar[bool] = False
+    """True if this communicator supports sums with `order="tree"`. Otherwise it gets no such requests."""
     tells_sending: ClassVar[bool] = False
     """True if this communicator calls `begin_sending` before it sends. Earlier failures leave the group usable."""
 

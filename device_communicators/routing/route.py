@@ -34,6 +34,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.member import LOST
 from device_communicators.calls.recorder import PAIRS, RECORDS, Operation
+from device_communicators.calls.reductions import TREE_SUM
 from device_communicators.calls.user_call import (
     METHODS,
     UserCall,
@@ -433,9 +434,9 @@ class Route:
 
     def pick(self, request: Request) -> Communicator:
         for communicator in self.communicators:
-            if communicator.refusal(request) is None:
+            if _refusal(communicator, request) is None:
                 return communicator
-        reasons = "; ".join(f"{c.name}: {c.refusal(request)}" for c in self.communicators)
+        reasons = "; ".join(f"{c.name}: {_refusal(c, request)}" for c in self.communicators)
         raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
@@ -672,3 +673,9 @@ class Route:
             seen.add(id(failure))
             traceback.clear_frames(failure.__traceback__)
             failure = failure.__cause__ or failure.__context__
+
+
+def _refusal(communicator: Communicator, request: Request) -> str | None:
+    if request.reduce_op == TREE_SUM and not communicator.adds_in_tree_order:
+        return "it adds in another order; order='tree' needs CPU tensors over shared memory or this library's TCP"
+    return communicator.refusal(request)

@@ -93,37 +93,48 @@ def _is_straight(x: Tensor) -> bool:
 
 
 class TensorCalls(GroupFacts):
-    def all_reduce(self, x: Tensor, op: checks.ReduceOp = "sum", *, async_op: checks.NotAsync = False) -> Tensor:
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: checks.ReduceOp = "sum",
+        *,
+        order: checks.Order = "rank",
+        async_op: checks.NotAsync = False,
+    ) -> Tensor:
         """Reduces `x` over all ranks; returns the same values on every rank, as a new tensor.
 
         `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
         min and product are AND. The average of integers is computed as in NCCL: the sum wraps around in the dtype, and
         the division rounds toward zero. Tensor-parallel layers need another gradient: see the module `regions`.
+
+        `order` of a sum of CPU tensors: "rank", or "tree", the sum of the sums of both halves of the ranks, each added
+        in the same way. The number of ranks must then be a power of two. See "Equal bits for every TP size" in
+        docs/collectives.md.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")
-        if not is_dynamo_compiling():
+        if order == "rank" and not is_dynamo_compiling():
             reduced = DIRECT.all_reduce(x, self._token, op, self._key)
             if reduced is not NotImplemented:
                 return reduced
         checks.check_tensor(self.context, "all_reduce", x)
-        op = checks.check_reduce_op(self.context, "all_reduce", op)
+        op = checks.check_reduce_op(self.context, "all_reduce", op, order)
         if self._is_single_rank_reducing("all_reduce", x, op):
             return x
-        if _is_straight(x):
+        if order == "rank" and _is_straight(x):
             return self.route.run("all_reduce", x, x, op, reduce_op=op)
         return _ALL_REDUCE(x, self._token, op, self._key)
 
-    def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
+    def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank") -> Tensor:
         """Reduces `x` over all ranks in place; returns `x`."""
-        if not is_dynamo_compiling() and DIRECT.all_reduce_(x, self._token, op, self._key) is x:
+        if order == "rank" and not is_dynamo_compiling() and DIRECT.all_reduce_(x, self._token, op, self._key) is x:
             return x
         checks.check_tensor(self.context, "all_reduce_", x)
         checks.check_writable(self.context, "all_reduce_", x)
-        op = checks.check_reduce_op(self.context, "all_reduce_", op)
+        op = checks.check_reduce_op(self.context, "all_reduce_", op, order)
         if self._is_single_rank_reducing("all_reduce_", x, op):
             return x
-        if _is_straight(x):
+        if order == "rank" and _is_straight(x):
             self.route.run("all_reduce_", x, x, op, reduce_op=op)
             mark_written(x)
         else:
@@ -224,12 +235,16 @@ class TensorCalls(GroupFacts):
         op: checks.ReduceOp = "sum",
         *,
         out: Tensor | None = None,
+        order: checks.Order = "rank",
         async_op: checks.NotAsync = False,
     ) -> Tensor:
-        """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`."""
+        """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`.
+
+        `order` has the same meaning as in all_reduce.
+        """
         if async_op:
             checks.refuse_async(self.context, "reduce_scatter")
-        if not is_dynamo_compiling():
+        if order == "rank" and not is_dynamo_compiling():
             if out is None:
                 scattered = DIRECT.reduce_scatter(x, self._token, dim, op, self._key)
             else:
@@ -237,7 +252,7 @@ class TensorCalls(GroupFacts):
             if scattered is not NotImplemented:
                 return scattered
         checks.check_tensor(self.context, "reduce_scatter", x)
-        op = checks.check_reduce_op(self.context, "reduce_scatter", op)
+        op = checks.check_reduce_op(self.context, "reduce_scatter", op, order)
         dim = checks.normal_dim(self.context, "reduce_scatter", x, dim)
         checks.check_divisible(self.context, "reduce_scatter", x, dim)
         if out is not None:
@@ -247,7 +262,7 @@ class TensorCalls(GroupFacts):
                 return out
         if self._is_single_rank_reducing("reduce_scatter", x, op):
             scattered = x
-        elif _is_straight(x):
+        elif order == "rank" and _is_straight(x):
             scattered = self.route.run("reduce_scatter", x, x, dim, op, reduce_op=op)
         else:
             scattered = _REDUCE_SCATTER(x, self._token, dim, op, self._key)
@@ -660,12 +675,12 @@ class TensorCalls(GroupFacts):
         return [handles[at] for at in range(len(found))]
 
     @host_call(_COLLECTIVE)
-    def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `all_reduce(x, op)`. The handle's `wait()` returns the result, detached. Change `x` only after
-        `wait()`.
+    def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank") -> TensorHandle:
+        """Starts `all_reduce(x, op, order=order)`. The handle's `wait()` returns the result, detached. Change `x` only
+        after `wait()`.
         """
         checks.check_started(self.context, "all_reduce_async", x)
-        op = checks.check_reduce_op(self.context, "all_reduce_async", op)
+        op = checks.check_reduce_op(self.context, "all_reduce_async", op, order)
         if self._is_single_rank_reducing("all_reduce_async", x, op):
             return TensorHandle(None, x.detach())
         out = x.detach().clone(memory_format=torch.contiguous_format)
@@ -685,10 +700,12 @@ class TensorCalls(GroupFacts):
         return TensorHandle(handle, out, lambda: merge_blocks(out, dim, x.dim()), keep=flat)
 
     @host_call(_COLLECTIVE)
-    def reduce_scatter_async(self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum") -> TensorHandle:
-        """Starts `reduce_scatter(x, dim, op)`. As with all_reduce_async, change `x` only after `wait()`."""
+    def reduce_scatter_async(
+        self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank"
+    ) -> TensorHandle:
+        """Starts `reduce_scatter(x, dim, op, order=order)`. Change `x` only after `wait()`."""
         checks.check_started(self.context, "reduce_scatter_async", x)
-        op = checks.check_reduce_op(self.context, "reduce_scatter_async", op)
+        op = checks.check_reduce_op(self.context, "reduce_scatter_async", op, order)
         dim = checks.normal_dim(self.context, "reduce_scatter_async", x, dim)
         checks.check_divisible(self.context, "reduce_scatter_async", x, dim)
         if self._is_single_rank_reducing("reduce_scatter_async", x, op):

@@ -24,7 +24,7 @@ from device_communicators.base.torch_internals import (
     is_zero_tensor,
 )
 from device_communicators.calls.memory import dtype_refusal
-from device_communicators.calls.reductions import reduction_refusal
+from device_communicators.calls.reductions import TREE_SUM, reduction_refusal
 from device_communicators.routing.communicator import REDUCE_OPS, GroupContext
 
 _MOST_ELEMENTS = 1 << 58
@@ -143,11 +143,30 @@ def check_no_gradient(context: GroupContext, operation: str, advice: str, *input
 
 ReduceOpName: TypeAlias = Literal["sum", "avg", "max", "min", "product"]
 ReduceOp: TypeAlias = "ReduceOpName | dist.ReduceOp.RedOpType | dist.ReduceOp"
+Order: TypeAlias = Literal["rank", "tree"]
 NotAsync: TypeAlias = Literal[False]
 _TORCH_NAMES: dict[str, ReduceOpName] = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
-def check_reduce_op(context: GroupContext, operation: str, reduce_op: object) -> ReduceOpName:
+def check_reduce_op(context: GroupContext, operation: str, reduce_op: object, order: object = "rank") -> str:
+    name = _name_of_op(context, operation, reduce_op)
+    if order == "rank":
+        return name
+    if order != "tree":
+        raise InvalidArgumentError(f"order of {operation} on {context} must be 'rank' or 'tree', but is {order!r}")
+    if name != "sum":
+        raise InvalidArgumentError(
+            f"op of {operation} on {context} with order='tree' must be 'sum', but is {name!r}; leave out order="
+        )
+    if context.size & (context.size - 1):
+        raise InvalidArgumentError(
+            f"{operation} on {context} with order='tree' needs 1, 2, 4, 8, … ranks, but the group has {context.size}; "
+            "leave out order=, or use another group size"
+        )
+    return TREE_SUM
+
+
+def _name_of_op(context: GroupContext, operation: str, reduce_op: object) -> ReduceOpName:
     if isinstance(reduce_op, str):
         if reduce_op in REDUCE_OPS:
             return reduce_op  # type: ignore[return-value]

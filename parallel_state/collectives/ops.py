@@ -41,7 +41,7 @@ from device_communicators.base.torch_internals import (
 )
 from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import DEFERRED_KEYS, with_values
-from device_communicators.calls.reductions import FP8
+from device_communicators.calls.reductions import FP8, TREE_SUM
 from device_communicators.routing.registry import find_route
 from parallel_state.collectives import checks
 from parallel_state.collectives.transforms import batch_kernel
@@ -51,6 +51,7 @@ _TWINS = Library("parallel_state_python", "DEF")
 _OPS = torch.ops.parallel_state
 _TOKENS: dict[torch.device, Tensor] = {}
 OP_NAMES: list[str] = []
+_SUMS = ("sum", "avg", TREE_SUM)
 
 Formula = Callable[..., Tensor]
 """Maps the gradient of the output, and the op's arguments after `x`, to the gradient of `x`."""
@@ -206,7 +207,7 @@ def _autograd_kernel(name: str, formula: Formula | None, advice: str) -> Callabl
             if in_place and x is not None:  # transports bypass torch; autograd must detect that a saved `x` changed
                 torch.autograd.graph.increment_version(x)
             return result
-        if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in ("sum", "avg")):
+        if formula is None or (name.startswith(("all_reduce", "reduce_scatter")) and args[-2] not in _SUMS):
             raise InvalidArgumentError(
                 f"{name} on {find_route(args[-1]).context} isn't differentiable with these arguments, but its input "
                 f"requires a gradient; {advice}, or call {name} under torch.no_grad()"

@@ -24,7 +24,7 @@ from tests.workers import WorkerPool
 Pools = Callable[[int], WorkerPool]
 DEADLINE_S = 120.0
 NEVER = 1 << 62
-OPS = range(5)
+OPS = range(6)
 COUNTS = (1, 31, 1000, 4097, 65_537, 300_001)
 PLACEMENTS = [(4, 2), (4, 1), *([(6, 2), (8, 4), (8, 2), (16, 8)] if LONG else [])]
 try:
@@ -69,7 +69,7 @@ def _with_and_without(folder: str, area_ranks: int, seed: int) -> int:
 
 @pytest.mark.parametrize(("ranks", "area_ranks"), PLACEMENTS)
 def test_the_bits_are_those_of_the_flat_way(pools: Pools, folder: str, ranks: int, area_ranks: int) -> None:
-    """Both add in rank order and round once."""
+    """Both add in rank order, or as a tree, and round once."""
     found = pools(ranks).run(_with_and_without, folder, area_ranks, ranks + area_ranks, timeout_s=DEADLINE_S)
     assert found == [len(DTYPES) * len(OPS) * 3] * ranks
 

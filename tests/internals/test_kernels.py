@@ -229,31 +229,55 @@ SPECIAL = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("sources", [2, 3, 4])
-def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, sources: int) -> None:
-    library = native.load()
-    count = 65536 + 13
-    bits = [torch.arange(count).roll(each * 7919).to(torch.int64) for each in range(sources)]
+def _drawn_bits(dtype: torch.dtype, sources: int) -> list[Tensor]:
+    bits = [torch.arange(65536 + 13).roll(each * 7919).to(torch.int64) for each in range(sources)]
     bits[0][: len(SPECIAL) * 4] = torch.tensor(SPECIAL * 4)
     if dtype == torch.float32:
-        inputs = [(each * 65537 % (1 << 32)).to(torch.uint32).view(torch.float32) for each in bits]
-    else:
-        inputs = [each.to(torch.uint16).view(dtype) for each in bits]
-    results = {}
+        return [(each * 65537 % (1 << 32)).to(torch.uint32).view(torch.float32) for each in bits]
+    return [each.to(torch.uint16).view(dtype) for each in bits]
+
+
+def _by_instruction_set(inputs: list[Tensor], op: int) -> dict[str, Tensor]:
+    library, results = native.load(), {}
     for name in ("plain", "avx2", "avx512"):
-        outs = [torch.empty(count, dtype=dtype) for _ in range(2)]
+        outs = [torch.empty_like(inputs[0]) for _ in range(2)]
         status = library.ps_reduce(
             name.encode(), (ctypes.c_void_p * 2)(*(out.data_ptr() for out in outs)), 2,
-            (ctypes.c_void_p * sources)(*(each.data_ptr() for each in inputs)), sources, count, DTYPES[dtype], 0,
+            (ctypes.c_void_p * len(inputs))(*(each.data_ptr() for each in inputs)), len(inputs), inputs[0].numel(),
+            DTYPES[inputs[0].dtype], op,
         )  # fmt: skip
         if status == 0:
             assert torch.equal(outs[0].view(torch.uint8), outs[1].view(torch.uint8))
             results[name] = outs[0]
+    assert "plain" in results
+    return results
+
+
+REDUCED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+@pytest.mark.parametrize("sources", [2, 3, 4])
+def test_all_instruction_sets_give_the_same_bits(dtype: torch.dtype, sources: int) -> None:
+    inputs = _drawn_bits(dtype, sources)
+    results = _by_instruction_set(inputs, 0)
     expected = inputs[0].float()
     for each in inputs[1:]:
         expected = expected + each.float()
-    assert "plain" in results
     for name, result in results.items():
         torch.testing.assert_close(result, expected.to(dtype), rtol=0, atol=0, equal_nan=True, msg=name)
         assert torch.equal(result.view(torch.uint8), results["plain"].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", REDUCED, ids=str)
+@pytest.mark.parametrize("sources", [1, 2, 4, 8, 16])
+def test_all_instruction_sets_add_as_a_tree(dtype: torch.dtype, sources: int) -> None:
+    inputs = _drawn_bits(dtype, sources)
+    level = [each.float() for each in inputs]
+    while len(level) > 1:
+        level = [one + other for one, other in zip(level[::2], level[1::2], strict=True)]
+    expected = level[0].to(dtype)
+    for name, result in _by_instruction_set(inputs, 5).items():
+        assert torch.equal(result.isnan(), expected.isnan()), name
+        numbers = [each.masked_fill(expected.isnan(), 0).view(torch.uint8) for each in (result, expected)]
+        assert torch.equal(*numbers), name

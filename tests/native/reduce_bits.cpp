@@ -47,8 +47,8 @@ int main() {
   constexpr std::size_t kCount = 1031;
   for (const char* set : {"plain", "avx2", "avx512"}) {
     for (int dtype = 0; dtype <= static_cast<int>(Dtype::kUint8); ++dtype) {
-      for (int op = 0; op <= static_cast<int>(ReduceOp::kAverage); ++op) {
-        for (int sources = 2; sources <= 5; ++sources) {
+      for (int op = 0; op <= static_cast<int>(ReduceOp::kTreeSum); ++op) {
+        for (const int sources : {2, 3, 4, 5, 8}) {
           const ReduceFunction reduce = reduce_function(static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), set);
           if (reduce == nullptr) continue;
           state = 7 + dtype;

@@ -15,7 +15,7 @@ Status HostGroup::all_reduce(void* out, const void* in, std::size_t count, Dtype
 
 Status HostGroup::reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                              std::uint64_t call) {
-  if (area_ranks_ != 0 && count != 0 && count * size_of(dtype) >= chain_bytes_) {
+  if (area_ranks_ != 0 && op != ReduceOp::kTreeSum && count != 0 && count * size_of(dtype) >= chain_bytes_) {
     const Status status =
         chained_all_reduce(static_cast<char*>(out), static_cast<const char*>(in), count, dtype, op, call);
     if (status == Status::kTimedOut && reporter_ < 0) suspect_ = last_of_all();

@@ -175,6 +175,8 @@ class Given {
   bool integer(int at, std::int64_t* found) const { return integer_of(objects_[at], found); }
 
   bool text(int at, string_view* found) const { return text_of(objects_[at], found); }
+  // Callers say order="tree" instead, which is checked in Python.
+  bool op(int at, string_view* found) const { return text(at, found) && *found != "tree_sum"; }
 
   bool none(int at) const { return objects_[at] == facts->none; }
 
@@ -301,7 +303,7 @@ void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call
     Tensor x;
     string_view op;
     const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.text(2, &op) || !given.is_straight()) return not_mine();
+    if (served == nullptr || !given.tensor(0, &x) || !given.op(2, &op) || !given.is_straight()) return not_mine();
     return call(given, *served, x, op);
   });
 }
@@ -373,7 +375,7 @@ void* ps_direct_reduce_scatter(void* twin, void* const* objects, std::ptrdiff_t 
     string_view op;
     const auto served = given.are(5) ? given.served() : nullptr;
     const bool is_mine = served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) &&
-                         given.text(3, &op) && given.is_straight();
+                         given.op(3, &op) && given.is_straight();
     if (!is_mine) return not_mine();
     return made(given, [&](Tensor* out) { return reduce_scatter(*served, x, dim, op, out); });
   });
@@ -387,7 +389,7 @@ void* ps_direct_reduce_scatter_into(void* twin, void* const* objects, std::ptrdi
     string_view op;
     const auto served = given.are(6) ? given.served() : nullptr;
     const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) &&
-                         given.dim(3, dims_of(x), &dim) && given.text(4, &op) && given.is_straight();
+                         given.dim(3, dims_of(x), &dim) && given.op(4, &op) && given.is_straight();
     if (!is_mine) return not_mine();
     return filled(given, 2, out, [&] { return reduce_scatter(*served, x, dim, op, &out); });
   });

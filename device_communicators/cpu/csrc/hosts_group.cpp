@@ -103,9 +103,10 @@ HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std:
   host_ = host_of_rank_[static_cast<std::size_t>(rank)];
   const auto& own = local_ranks();
   place_ = static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
-  has_lanes_ = meshed && hosts_ != size_ && std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& ranks) {
-                 return ranks.size() == ranks_[0].size();
-               });
+  const bool is_even =
+      std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
+  has_lanes_ = meshed && hosts_ != size_ && is_even;
+  has_subtrees_ = is_even && is_in_order_ && (size_ & (size_ - 1)) == 0 && hosts_ <= kMaxRanks;
   for (auto* scratch : {&parts_, &rounded_parts_}) scratch->resize(kTurns);
   padded_.resize(2 * kTurns);
   received_.resize(static_cast<std::size_t>(kTurns * hosts_));

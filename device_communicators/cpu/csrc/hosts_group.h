@@ -167,6 +167,7 @@ class HostsGroup final : public Group {
   int hosts_ = 0, host_ = 0, place_ = 0;
   bool is_in_order_ = false;  // ascending
   bool has_lanes_ = false;
+  bool has_subtrees_ = false;  // the tree over the hosts' trees is the one over the ranks
   const std::unique_ptr<Connections> connections_;
   const bool meshed_, rounded_;
   WaitPolicy policy_;

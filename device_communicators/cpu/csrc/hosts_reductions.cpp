@@ -32,13 +32,13 @@ Cut cut_of(std::size_t count, int parts, int part) {
 
 HostsGroup::Reduction HostsGroup::reduction_of(Dtype dtype, ReduceOp op) const {
   const bool is_float = dtype == Dtype::kFloat16 || dtype == Dtype::kBfloat16;
-  const bool rounds = op == ReduceOp::kSum || op == ReduceOp::kAverage || op == ReduceOp::kProduct;
+  const bool rounds = op != ReduceOp::kMax && op != ReduceOp::kMin;
   const bool widens = is_float && rounds;
   return {dtype,
           op,
           op == ReduceOp::kAverage ? ReduceOp::kSum : op,
           widens,
-          widens && rounded_ && dtype == Dtype::kBfloat16,
+          widens && rounded_ && dtype == Dtype::kBfloat16 && op != ReduceOp::kTreeSum,
           size_of(dtype),
           widens ? wide_size_of(dtype) : size_of(dtype)};
 }
@@ -92,6 +92,7 @@ void HostsGroup::combine(const Reduction& how, void* out, std::size_t count) {
 
 Status HostsGroup::all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
                               double timeout_s) {
+  if (op == ReduceOp::kTreeSum && !has_subtrees_) return Status::kUnsupported;
   begin(Kind::kAllReduce, count, Method::kAllReduce, timeout_s, static_cast<std::uint64_t>(dtype),
         static_cast<int>(op));
   return reduce_all(static_cast<char*>(out), static_cast<const char*>(in), count, reduction_of(dtype, op));
@@ -242,6 +243,7 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
 // A lead sends the blocks of other hosts' ranks to their leads, combines those of its own ranks and scatters them.
 Status HostsGroup::reduce_scatter(void* out, const void* in, std::size_t outer, std::size_t inner, Dtype dtype,
                                   ReduceOp op, double timeout_s) {
+  if (op == ReduceOp::kTreeSum && !has_subtrees_) return Status::kUnsupported;
   begin(Kind::kReduceScatter, outer * inner, Method::kReduceScatter, timeout_s, static_cast<std::uint64_t>(dtype),
         static_cast<int>(op));
   const Reduction how = reduction_of(dtype, op);

@@ -26,6 +26,7 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
   else if (name == "min") op = ReduceOp::kMin;
   else if (name == "product") op = ReduceOp::kProduct;
   else if (name == "avg" && dtype != at::kBool) op = ReduceOp::kAverage;
+  else if (name == "tree_sum") op = ReduceOp::kTreeSum;
   else return false;
   const int told = static_cast<int>(op);
   switch (dtype) {
@@ -39,7 +40,8 @@ bool reduction_of(at::ScalarType dtype, string_view name, Reduction* found) {
     case at::kLong: *found = {Dtype::kInt64, op, told}; return true;
     case at::kByte: *found = {Dtype::kUint8, op, told}; return true;
     case at::kBool:
-      *found = {Dtype::kUint8, op == ReduceOp::kSum || op == ReduceOp::kMax ? ReduceOp::kMax : ReduceOp::kMin, told};
+      op = op == ReduceOp::kMin || op == ReduceOp::kProduct ? ReduceOp::kMin : ReduceOp::kMax;
+      *found = {Dtype::kUint8, op, told};
       return true;
     default: return false;
   }

@@ -98,10 +98,9 @@ bool find_isa(const char* name, Isa* found) {
 
 ReduceFunction find([[maybe_unused]] Isa isa, Dtype dtype, ReduceOp op) {
 #if defined(__x86_64__)
-  const ReduceFunction fused = op != ReduceOp::kSum  ? nullptr
-                               : isa == Isa::kAvx512 ? avx512::find_sum(dtype)
-                               : isa == Isa::kAvx2   ? avx2::find_sum(dtype)
-                                                     : nullptr;
+  const ReduceFunction fused = isa == Isa::kAvx512 ? avx512::find_sum(dtype, op)
+                               : isa == Isa::kAvx2 ? avx2::find_sum(dtype, op)
+                                                   : nullptr;
   if (fused != nullptr) return fused;
   if (isa == Isa::kAvx512) return avx512::find(dtype, op);
   if (isa == Isa::kAvx2) return avx2::find(dtype, op);

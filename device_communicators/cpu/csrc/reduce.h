@@ -1,6 +1,7 @@
-// Element-wise reduction of several sources, in their order. 16-bit floats are accumulated in float32 and rounded once.
-// Integers wrap; their averages are divided toward zero. Bits are equal with every instruction set and floating-point
-// state, but a NaN may be any NaN. The max of zeros is +0 unless all are -0; the min is -0 unless all are +0.
+// Element-wise reduction of several sources, in their order; kTreeSum adds the sums of the sources' halves, each added
+// in the same way. 16-bit floats are accumulated in float32 and rounded once. Integers wrap; their averages are divided
+// toward zero. Bits are equal with every instruction set and floating-point state, but a NaN may be any NaN. The max of
+// zeros is +0 unless all are -0; the min is -0 unless all are +0.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 namespace parallel_state {
 
 enum class Dtype : int { kFloat32, kFloat64, kFloat16, kBfloat16, kInt8, kInt16, kInt32, kInt64, kUint8 };
-enum class ReduceOp : int { kSum, kMax, kMin, kProduct, kAverage };
+enum class ReduceOp : int { kSum, kMax, kMin, kProduct, kAverage, kTreeSum };
 
 std::size_t size_of(Dtype dtype);
 
