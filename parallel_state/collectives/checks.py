@@ -148,7 +148,7 @@ NotAsync: TypeAlias = Literal[False]
 _TORCH_NAMES: dict[str, ReduceOpName] = {"SUM": "sum", "AVG": "avg", "MAX": "max", "MIN": "min", "PRODUCT": "product"}
 
 
-def check_reduce_op(context: GroupContext, operation: str, reduce_op: object, order: object = "rank") -> str:
+def check_reduce_op(context: GroupContext, operation: str, reduce_op: object, order: object = "rank") -> ReduceOpName:
     name = _name_of_op(context, operation, reduce_op)
     if order == "rank":
         return name
@@ -163,7 +163,7 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object, or
             f"{operation} on {context} with order='tree' needs 1, 2, 4, 8, … ranks, but the group has {context.size}; "
             "leave out order=, or use another group size"
         )
-    return TREE_SUM
+    return TREE_SUM  # type: ignore[return-value]  # methods don't accept it as `op`
 
 
 def _name_of_op(context: GroupContext, operation: str, reduce_op: object) -> ReduceOpName:
