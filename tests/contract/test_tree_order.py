@@ -65,7 +65,7 @@ def _body(member: Member) -> None:
     has_trees = size == 1 or group.route.communicators[0].adds_in_tree_order
     for dtype, count in member.shared(list(itertools.product(FLOATS, COUNTS))):
         with member.case(f"{count} {dtype}"):
-            xs = member.of_ranks(lambda rank, d=dtype, n=count: real_numbers(Form((n,)), d, rank))
+            xs = member.of_ranks(functools.partial(real_numbers, Form((count,)), dtype))
             x = xs[member.rank]
             if size & (size - 1):
                 with pytest.raises(InvalidArgumentError, match=f"1, 2, 4, 8, … ranks, but the group has {size}"):
@@ -87,25 +87,26 @@ def test_sums_are_those_of_the_tree(carrier: Carrier) -> None:
     carrier.run(_body)
 
 
-def _on_hosts() -> list[bytes]:
+def _bits(dtypes: Sequence[torch.dtype]) -> list[bytes]:
     group, found = ps.get_tp_group(), []
-    for dtype, count in itertools.product(FLOATS, COUNTS):
+    for dtype, count in itertools.product(dtypes, COUNTS):
         xs = [real_numbers(Form((count,)), dtype, rank) for rank in range(group.world_size)]
         _check_calls(group, xs, _in_tree_order(xs))
         found.append(bytes(bytes_of(group.all_reduce(xs[group.rank_in_group], order="tree")).tolist()))
     return found
 
 
-def _rounded_between_hosts() -> list[bytes]:
+def _with_rounding_between_hosts() -> list[bytes]:
     with environment(PARALLEL_STATE_ROUND_BETWEEN_HOSTS="on"), world(4):
-        return _on_hosts()
+        return _bits([torch.bfloat16])
 
 
 def test_hosts_have_the_bits_of_one_host(pools: Pools, on_hosts: OnHosts) -> None:
-    on_one = pools(4).run(_on_hosts, tp=4, timeout_s=DEADLINE_S)
+    on_one = {dtype: pools(4).run(_bits, [dtype], tp=4, timeout_s=DEADLINE_S) for dtype in FLOATS}
     on_two = on_hosts((0, 0, 1, 1))
-    assert on_two.run(_on_hosts, tp=4, timeout_s=DEADLINE_S) == on_one
-    assert on_two.run(_rounded_between_hosts, timeout_s=DEADLINE_S) == on_one
+    for dtype in FLOATS:
+        assert on_two.run(_bits, [dtype], tp=4, timeout_s=DEADLINE_S) == on_one[dtype], dtype
+    assert on_two.run(_with_rounding_between_hosts, timeout_s=DEADLINE_S) == on_one[torch.bfloat16]
 
 
 BLOCKS, TOKENS, BLOCK, HIDDEN = 8, 5, 48, 72
@@ -152,12 +153,13 @@ def _mismatch(count: int) -> Outcome:
 
 
 @pytest.mark.parametrize("count", [10, 300_000])
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize("placement", [(0, 0), (0, 1), (0, 0, 1, 1)], ids=str)
 def test_different_orders_are_a_mismatch(
-    pools: Pools, request: pytest.FixtureRequest, hosts: tuple[int, ...], count: int
+    pools: Pools, request: pytest.FixtureRequest, placement: tuple[int, ...], count: int
 ) -> None:
-    pool = request.getfixturevalue("on_hosts")(hosts) if any(hosts) else pools(len(hosts))
-    outcomes = pool.run(_mismatch, count, tp=len(hosts), timeout_s=DEADLINE_S)
+    size = len(placement)
+    pool = request.getfixturevalue("on_hosts")(placement) if any(placement) else pools(size)
+    outcomes = pool.run(_mismatch, count, tp=size, timeout_s=DEADLINE_S)
     assert all(outcome.kind == "CollectiveMismatchError" for outcome in outcomes), outcomes
     assert any("all_reduce(tree_sum)" in each.text and "all_reduce(sum)" in each.text for each in outcomes), outcomes
 
@@ -183,13 +185,12 @@ def test_compiled_code_has_the_same_bits(pools: Pools) -> None:
 def _gradients() -> None:
     group = ps.get_tp_group()
     grads = [real_numbers(Form((4, 100)), torch.float32, 7 + rank) for rank in range(group.world_size)]
-    x = torch.ones(4, 100, requires_grad=True)
+    x, y = (torch.ones(4, 100, requires_grad=True) for _ in range(2))
     group.all_reduce(x, order="tree").backward(grads[group.rank_in_group])
     assert x.grad is not None and _same(x.grad, _in_tree_order(grads))
-    x.grad = None
     parts = [grad[:1] for grad in grads]
-    group.reduce_scatter(x, 0, order="tree").backward(parts[group.rank_in_group])
-    assert torch.equal(x.grad, torch.cat(parts))
+    group.reduce_scatter(y, 0, order="tree").backward(parts[group.rank_in_group])
+    assert y.grad is not None and torch.equal(y.grad, torch.cat(parts))
 
 
 def test_the_gradient_is_added_in_tree_order_too(pools: Pools) -> None:
