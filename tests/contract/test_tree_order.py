@@ -84,7 +84,7 @@ def _body(member: Member) -> None:
 
 def test_sums_are_those_of_the_tree(carrier: Carrier) -> None:
     """The placement of four ranks on two hosts is 0, 1, 0, 1, so that no host has a subtree."""
-    carrier.run(_body)
+    carrier.run(_body, timeout_s=DEADLINE_S)
 
 
 def _bits(dtypes: Sequence[torch.dtype]) -> list[bytes]:
