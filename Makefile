@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
 ARGS ?=
-CPP := $(wildcard device_communicators/*/csrc/*.* tests/native/*.* benchmarks/*.cpp)
+CPP := $(wildcard device_communicators/*/csrc/*.* device_communicators/*/csrc/lean/ATen/*.h tests/native/*.* benchmarks/*.cpp)
 
 .PHONY: demo check test test-clusters clusters test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist clean
 

@@ -71,7 +71,7 @@ class WithLibrary(Distribution):
 setup(
     packages=find_packages(include=["parallel_state*", "device_communicators*"]),
     py_modules=["parallel_state_plugins"],
-    package_data={"": ["py.typed", "*.pyi", "*.json", "*.css", "*.html", "*.js", "csrc/*"]},
+    package_data={"": ["py.typed", "*.pyi", "*.json", "*.css", "*.html", "*.js", "csrc/*", "csrc/lean/ATen/*"]},
     distclass=WithLibrary,
     cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
 )

@@ -1,7 +1,12 @@
 #include "backend.h"
 
-#include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/view_as_real.h>
 
 #include <torch/csrc/distributed/c10d/exception.h>
 
@@ -541,9 +546,8 @@ void Backend::call_failure_hooks() {
 }
 
 // The tensors that `body` reads must stay until the work is done. The future holds `outputs`.
-template <typename Body>
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
-                                 std::chrono::milliseconds timeout, Body body) {
+                                 std::chrono::milliseconds timeout, std::function<void()> body) {
   check_usable(kind.method);
   const double timeout_s = std::chrono::duration<double>(timeout_of(timeout)).count();
   auto ephemeral = ephemeral_ms_.load(std::memory_order_relaxed) == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
@@ -583,8 +587,8 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   return kept(std::move(call));
 }
 
-template <typename Start>
-Backend::Started Backend::by_gloo(OpType type, const char* method, int peer, Start start, Tensors averaged) {
+Backend::Started Backend::by_gloo(OpType type, const char* method, int peer,
+                                  const std::function<Started(c10d::Backend&)>& start, Tensors averaged) {
   check_usable(method);
   const auto name = [callbacks = callbacks_, hooks = hooks_, method, peer](const char* text, double elapsed_s) {
     const std::exception_ptr error = callbacks.gloo_error(text, method, peer, elapsed_s);

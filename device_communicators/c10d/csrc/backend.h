@@ -135,14 +135,13 @@ class Backend : public HookedBackend {
     std::size_t list_length = 0;
   };
 
-  template <typename Body>
+  // Not templates: they would be compiled for each collective.
   Started submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async, std::chrono::milliseconds timeout,
-                 Body body);
+                 std::function<void()> body);
+  Started by_gloo(c10d::OpType type, const char* method, int peer, const std::function<Started(c10d::Backend&)>& start,
+                  Tensors averaged = {});
   Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
   Started kept(Started work);
-
-  template <typename Start>
-  Started by_gloo(c10d::OpType type, const char* method, int peer, Start start, Tensors averaged = {});
 
   // A forked child has the memory, but is no rank.
   bool is_forked_child() const { return made_in_ != fork_generation(); }

@@ -40,8 +40,7 @@ bool is_finalizing() {
 #endif
 }
 
-template <typename Make>
-std::exception_ptr python_error(const char* otherwise, Make make) {
+std::exception_ptr python_error(const char* otherwise, const std::function<py::object()>& make) {
   if (Py_IsInitialized() == 0 || is_finalizing()) {
     return std::make_exception_ptr(c10::DistBackendError(otherwise, nullptr, nullptr));
   }

@@ -1,6 +1,5 @@
 #include "resolving.h"
 
-#include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -2,8 +2,6 @@
 
 #ifdef C10D_BACKEND_HAS_WINDOW
 
-#include <ATen/ATen.h>
-
 #include <tuple>
 
 #include "../../cpu/csrc/group.h"

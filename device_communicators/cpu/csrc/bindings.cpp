@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 
 #include "forks.h"
@@ -36,11 +37,18 @@ const auto& find_op(const char* space) {
 
 thread_local double began_s = 0;
 
+// Cold: without it, each op has its own copy of the dispatcher's code.
+template <typename Result, typename... Arguments>
+[[gnu::cold, gnu::noinline]] Result call_python(const c10::TypedOperatorHandle<Result(Arguments...)>& op,
+                                                std::type_identity_t<Arguments>... arguments) {
+  const Repetition repetition{std::exchange(began_s, 0)};
+  return op.call(std::forward<Arguments>(arguments)...);
+}
+
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
   struct Twin : Op {};
-  const Repetition repetition{std::exchange(began_s, 0)};
-  return find_op<Twin>("parallel_state_python").call(std::forward<Arguments>(arguments)...);
+  return call_python(find_op<Twin>("parallel_state_python"), std::forward<Arguments>(arguments)...);
 }
 
 template <typename Call>
