@@ -12,7 +12,7 @@ NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* device_communicators/*/csrc/lean/ATen/*.h tests/native/*.* benchmarks/*.cpp)
 
-.PHONY: demo check test test-clusters clusters test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist clean
+.PHONY: demo check test test-clusters clusters test-long long-lanes versions references test-gpu run-gpu-tests test-engines sanitize lint format stubs docs dist wheel clean
 
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
@@ -120,6 +120,21 @@ stubs: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# A wheel with the ops and the backend for several torches: TORCH="2.13 2.15.1", each with its own environment. The
+# wheel fits every Python; its builds of the backend are for this one.
+wheel:
+	@test -n "$(TORCH)" || { echo 'usage: make wheel TORCH="2.13 2.15.1"'; exit 2; }
+	rm -rf build
+	@set -e; for version in $(TORCH); do \
+		case $$version in *.*.*) ;; *) version=$$version.0;; esac; \
+		$(MAKE) --no-print-directory wheel-part TORCH=$$version; \
+	done
+
+wheel-part: $(STAMP)
+	rm -rf dist build/dist
+	$(BIN)/python setup.py -q build --build-lib build/wheel bdist_wheel --dist-dir build/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/dist/*.whl
 
 # An sdist, and of it a wheel with what needs no torch (the build is isolated), tagged for the systems it fits.
 dist: $(STAMP)

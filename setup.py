@@ -1,11 +1,12 @@
 """Build script: the import packages, and what can be compiled here; everything static is in pyproject.toml.
 
-A wheel brings the compiled library where there is a C++ compiler, and the registered ops' kernels where torch can be
-imported as well (`pip install --no-build-isolation .`, since a build of its own would download a second torch). What is
-missing is no error: it is compiled at its first use (see device_communicators/cpu/native.py).
+A wheel brings the compiled library where there is a C++ compiler. Where torch can be imported as well, it also brings
+the registered ops' kernels and the backend of torch.distributed for this minor version of torch (`pip install
+--no-build-isolation .`, since a build of its own would download a second torch). Builds for several torches into one
+`--build-lib` make a wheel for all of them (`make wheel`). What is missing is no error: it is compiled at its first use
+(see device_communicators/cpu/native.py).
 """
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -13,20 +14,9 @@ from setuptools import Distribution, find_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-def _native_build():
-    """Loads the recipes, which need nothing of the package that they lie in."""
-    path = ROOT / "device_communicators" / "cpu" / "native_build.py"
-    specification = importlib.util.spec_from_file_location("native_build", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["native_build"] = module  # dataclasses look their module up
-    specification.loader.exec_module(module)
-    return module
-
-
-native_build = _native_build()
+from device_communicators.cpu import native_build  # imports neither torch nor another dependency
 
 
 class BuildWithLibrary(build_py):
@@ -48,11 +38,14 @@ class BuildWithLibrary(build_py):
             print(f"parallel_state: the library can't be compiled here: {error}")
             return
         try:
+            from device_communicators.c10d import extension
+
             native_build.package(native_build.full_recipe(), folder, compiler, lambda: objects)
+            native_build.package(extension.recipe(), folder, compiler)
         except ImportError:
-            print("parallel_state: torch isn't importable here; the ops' kernels are compiled at their first use")
+            print("parallel_state: torch isn't importable here; ops and backend are compiled at their first use")
         except native_build.BuildError as error:
-            print(f"parallel_state: the ops' kernels can't be compiled here: {error}")
+            print(f"parallel_state: the ops or the backend can't be compiled here: {error}")
 
 
 class PlatformWheel(bdist_wheel):

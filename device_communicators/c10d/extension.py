@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from device_communicators.base.build_cache import CacheError, about_cache
 from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import pybind_abi
@@ -35,6 +33,11 @@ def try_load() -> tuple[Any, str]:
     """Compiles and imports the module of torch's backend. Returns it and "", or None and the reason."""
     try:
         path, problem = native.find_or_compile(recipe())
+        if path is not None and native.is_packaged(path):
+            module, problem = _import(path)
+            if module is not None:
+                return module, ""
+            path, problem = native.find_or_compile(recipe(), unfit=f"the wheel's {problem}")
     except (OSError, BuildError, CacheError) as error:
         path, problem = None, about_cache(error)
         advice = "" if isinstance(error, OSError) else _ADVICE
@@ -42,20 +45,25 @@ def try_load() -> tuple[Any, str]:
         advice = _ADVICE
     if path is None:
         return None, f"has no compiled part: {problem}{advice}"
+    module, problem = _import(path)
+    return module, f"has no compiled part: {problem}" if problem else ""
+
+
+def _import(path: Path) -> tuple[Any, str]:
     with _IMPORTING:  # the module's types can be registered only once
-        return _import(path)
+        return _import_once(path)
 
 
 @cache
-def _import(path: Path) -> tuple[Any, str]:
+def _import_once(path: Path) -> tuple[Any, str]:
     spec = importlib.util.spec_from_file_location(_NAME, path)
     if spec is None or spec.loader is None:
-        return None, f"has no compiled part: {path} is no module of Python"
+        return None, f"{path} is no module of Python"
     try:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     except ImportError as error:  # another build of this torch
-        return None, f"has no compiled part: {path} can't be loaded: {error}"
+        return None, f"{path} can't be loaded: {error}"
     _NO_TIMEOUT.follow(module.extend_deadlines)
     _NO_TIMEOUT.publish()
     return module, ""
@@ -82,7 +90,7 @@ def recipe() -> Recipe:
     flags["include_flags"] = (f"-I{LEAN}", *flags["include_flags"], "-isystem", include)
     return Recipe(
         'the backend "parallel_state" of torch.distributed',
-        f"_c10d_torch{torch.__version__.replace('+', '_')}.{version}.so",
+        f"_c10d_torch{native_build.torch_minor()}.{version}.so",
         (Unit(sources, ("-O1",)),),
         folders=(*native_build.FOLDERS, SOURCES, LEAN / "ATen"),
         usual_cpu_s=25.0,

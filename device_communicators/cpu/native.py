@@ -40,7 +40,7 @@ from device_communicators.base import build_cache, logs, settings, wakeup
 from device_communicators.base.build_cache import CacheError
 from device_communicators.base.errors import SettingError
 from device_communicators.calls.interruption import ON_FAILED_OP
-from device_communicators.cpu import native_build
+from device_communicators.cpu import first_call, native_build
 from device_communicators.cpu.native_build import BuildError, Recipe
 
 logger = logging.getLogger("parallel_state")
@@ -242,6 +242,8 @@ class NativeLibrary:
                 f"the compiled library {path} has version {self._library.ps_version()}, but this package needs "
                 f"version {_VERSION}; remove the file, so that it is compiled again"
             )
+        if has_ops:
+            first_call.check(self._library)
         names = ("PyGILState_Ensure", "PyErr_CheckSignals", "PyErr_Fetch", "PyGILState_Release")
         interpreter = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in names]
         self._library.ps_set_interpreter(*interpreter, threading.main_thread().ident)
@@ -324,24 +326,26 @@ def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeL
     try:
         made = recipe()
         path, problem = find_or_compile(made)
-        if path is not None and path.parent == _PACKAGED:
+        if path is not None and is_packaged(path):
             try:
                 return NativeLibrary(path, has_ops, note)
             except (OSError, AttributeError, BuildError) as error:
-                logger.info("the wheel's library %s can't be loaded here: %s", path, error)
-                path, problem = find_or_compile(made, packaged=False)
+                path, problem = find_or_compile(made, unfit=f"the wheel's {path.name} can't be used: {error}")
         return problem if path is None else NativeLibrary(path, has_ops, note)
     except (OSError, AttributeError, BuildError, CacheError) as error:
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
 
 
-def _find(recipe: Recipe, packaged: bool = True) -> tuple[Path | None, str]:
-    """Returns the compiled file, or None and the reason why there is none. `packaged`: the wheel's file can be
-    returned.
+def is_packaged(path: Path) -> bool:
+    return path.parent == _PACKAGED
+
+
+def _find(recipe: Recipe, unfit: str = "") -> tuple[Path | None, str]:
+    """Returns the compiled file, or None and the reason why there is none. `unfit`: why not to return the wheel's file,
+    if it is known.
     """
-    brought = _PACKAGED / recipe.packaged_name
-    if packaged and brought.exists() and native_build.is_current(brought, recipe):
-        return brought, ""
+    if not unfit and native_build.flaw_of_packaged(_PACKAGED, recipe) is None:
+        return _PACKAGED / recipe.packaged_name, ""
     target = _target_of(recipe)
     build_cache.check_owner(target.parent)
     flaw = build_cache.flaw_of(target) if target.exists() else "it isn't compiled"
@@ -365,14 +369,14 @@ def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]
 
 
 def find_or_compile(
-    recipe: Recipe, packaged: bool = True, announced_with: Sequence[Recipe] | None = ()
+    recipe: Recipe, unfit: str = "", announced_with: Sequence[Recipe] | None = ()
 ) -> tuple[Path | None, str]:
     """Returns the path of the compiled file and "", or None and a reason. Compiles a missing file.
 
     Before that, logs how long `recipe` and the recipes `announced_with`, compiled at the same time, usually take. Logs
     nothing if `announced_with` is None.
     """
-    found, flaw = _find(recipe, packaged)
+    found, flaw = _find(recipe, unfit)
     if found is not None:
         return found, ""
     target = _target_of(recipe)
@@ -386,7 +390,8 @@ def find_or_compile(
     asked_s = time.time()
     with build_cache.locked(target.with_suffix(".lock")) as lock:
         if not target.exists() or build_cache.flaw_of(target) is not None:
-            return _compile(recipe, target, compiler, lock, asked_s, announced_with)
+            unfit = unfit or native_build.flaw_of_packaged(_PACKAGED, recipe) or ""
+            return _compile(recipe, target, compiler, lock, asked_s, announced_with, unfit)
     return target, ""
 
 
@@ -397,6 +402,7 @@ def _compile(
     lock: IO[bytes],
     asked_s: float,
     announced_with: Sequence[Recipe] | None,
+    unfit: str,
 ) -> tuple[Path | None, str]:
     """Compiles `recipe`. Writes the reason of a failure to the lock's file, for waiting processes. The caller must hold
     the lock.
@@ -409,9 +415,9 @@ def _compile(
     _write(lock, b"")
     if announced_with is not None:
         logger.warning(
-            "compiling %s, once for this machine%s; this takes about %.0f s on a quiet machine (%s=never forbids it)",
+            "compiling %s, once for this machine%s%s; this takes about %.0f s on a quiet machine (%s=never forbids it)",
             recipe.what, f" and torch {recipe.for_torch.split()[0]}" if recipe.for_torch else "",
-            _usual_s({recipe, *announced_with}), settings.BUILD.name,
+            f" ({unfit})" if unfit else "", _usual_s({recipe, *announced_with}), settings.BUILD.name,
         )  # fmt: skip
     try:
         _compile_and_link(recipe, target, compiler)
@@ -429,7 +435,7 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
         return
     used: list[Path] = []
 
-    def compile_with_base(packaged: bool) -> None:
+    def compile_with_base(unfit: str = "") -> None:
         def path_of_base() -> Path:
             path, problem = found.result()
             if path is None:
@@ -438,15 +444,15 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
             return path
 
         with ThreadPoolExecutor(1) as beside:
-            found = beside.submit(find_or_compile, base, packaged, None)
+            found = beside.submit(find_or_compile, base, unfit, None)
             native_build.compile_library(recipe, target, compiler, build_cache.seal, path_of_base)
 
     try:
-        compile_with_base(packaged=True)
-    except BuildError:
-        if not used or used[0].parent != _PACKAGED:
+        compile_with_base()
+    except BuildError as error:
+        if not used or not is_packaged(used[0]):
             raise
-        compile_with_base(packaged=False)
+        compile_with_base(unfit=str(error))
 
 
 def _usual_s(recipes: Collection[Recipe]) -> float:

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources here and in `control/`. setup.py loads this file by its path.
+"""Compiles the C++ sources here and in `control/`, for setup.py too.
 
 Each library links a few sources with the *base*, an object file of all other sources. Kernels choose their instruction
 set at run time, without `-march=native`.
@@ -17,7 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,8 @@ class Recipe:
     link_flags: tuple[str, ...] = ()
     for_torch: str = ""
     """The required build of torch; empty for any."""
+    for_minor: str = ""
+    """The required minor version of torch, and its headers, of a file in a wheel."""
     include_flags: tuple[str, ...] = ()
     """Flags that `digest` ignores, so that different environments share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
@@ -91,6 +93,9 @@ class Recipe:
         content.update(_digest_of((*self.sources, *headers)).encode())
         return content.hexdigest()[:16]
 
+    def packaged_digest(self) -> str:
+        return replace(self, for_torch=self.for_minor).digest()
+
 
 def objects_recipe() -> Recipe:
     files = {path.stem: path for path in _cpp_files() if path.name not in _OF_TORCH}
@@ -106,19 +111,27 @@ def plain_recipe() -> Recipe:
 
 def full_recipe() -> Recipe:
     """Returns the recipe of the full build, which contains the ops. Raises ImportError if torch is missing."""
-    import torch
-
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
     flags = torch_flags(sources)
     flags["link_flags"] += ("-Wl,-z,defs",)  # fails with a base that needs another C++ library
     return Recipe(
         "the shared-memory collectives and ops",
-        f"_native_torch{torch.__version__.replace('+', '_')}.so",
+        f"_native_torch{torch_minor()}.so",
         (Unit(sources, ("-O2",)),),
         base=objects_recipe(),
         usual_cpu_s=14.0,
         **flags,
     )
+
+
+def torch_minor() -> str:
+    """Returns torch's minor version, such as 2.15. Returns the full version of a build that isn't a release, because
+    its ABI can differ from the release's.
+    """
+    import torch
+
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+.*)?", torch.__version__)
+    return torch.__version__.replace("+", "_") if release is None else release[1]
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
@@ -134,10 +147,12 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
         )
     root = Path(torch.__file__).parent
     include = root / "include"
+    headers = _headers_digest(include, sources)
     return {
         "flags": ("-std=c++20", "-D_GLIBCXX_USE_CXX11_ABI=1"),
         "link_flags": (f"-L{root / 'lib'}", *(f"-l{name}" for name in libraries)),
-        "for_torch": f"{torch.__version__} {torch.version.git_version} {_headers_digest(include, sources)}",
+        "for_torch": f"{torch.__version__} {torch.version.git_version} {headers}",
+        "for_minor": f"{torch_minor()} {headers}",
         "include_flags": (
             "-isystem", str(include),
             "-isystem", str(include / "torch" / "csrc" / "api" / "include"),
@@ -152,9 +167,7 @@ def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
-    for name in sorted(
-        {*named, "torch/headeronly/macros/cmake_macros.h", "torch/headeronly/version.h", "ATen/Config.h"}
-    ):
+    for name in sorted({*named, "torch/headeronly/macros/cmake_macros.h", "ATen/Config.h"}):
         path = include / name
         if path.is_file():  # else another library's, or version's
             content.update(name.encode() + b"\0" + path.read_bytes())
@@ -180,15 +193,29 @@ def _digest_of(files: Iterable[Path]) -> str:
     return content.hexdigest()[:16]
 
 
-def is_current(packaged: Path, recipe: Recipe) -> bool:
-    stamp = packaged.with_suffix(".digest")
-    return stamp.exists() and stamp.read_text().strip() == recipe.digest()
+def flaw_of_packaged(folder: Path, recipe: Recipe) -> str | None:
+    """Returns the reason why the wheel's file can't be used, or None. The reason is empty if the wheel has none of the
+    kind.
+    """
+    packaged = folder / recipe.packaged_name
+    try:
+        digest, content = packaged.with_suffix(".digest").read_text().split()
+        if hashlib.sha256(packaged.read_bytes()).hexdigest() != content:
+            return f"the wheel's {packaged.name} is damaged: its checksum is wrong"
+    except (OSError, ValueError):
+        kind, of_torch, _ = packaged.name.partition("torch")
+        others = [path.name for path in sorted(folder.glob(f"{kind}torch*.so"))] if of_torch else []
+        return f"the wheel has {', '.join(others)}, but no {packaged.name}" if others else ""
+    return None if digest == recipe.packaged_digest() else f"the wheel's {packaged.name} has other sources or headers"
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
+    """Compiles a wheel's file, unless an earlier build for another torch did."""
     target = folder / recipe.packaged_name
-    compile_library(recipe, target, compiler, base=base)
-    target.with_suffix(".digest").write_text(recipe.digest() + "\n")
+    if flaw_of_packaged(folder, recipe) is not None:
+        compile_library(recipe, target, compiler, base=base)
+        content = hashlib.sha256(target.read_bytes()).hexdigest()
+        target.with_suffix(".digest").write_text(f"{recipe.packaged_digest()} {content}\n")
     return target
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -10,13 +11,14 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch
 
 from device_communicators.cpu import native, native_build
 from tests.internals import compiled
@@ -32,7 +34,9 @@ UNTRACKED = (
 )  # fmt: skip
 (DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PLAIN = {"_native.so", "_native.digest", "_native_objects.o", "_native_objects.digest"}
-TORCH_LIBRARY = f"_native_torch{torch.__version__.replace('+', '_')}"
+MINOR = native_build.torch_minor()
+OPS = f"_native_torch{MINOR}"
+MODULE = f"_c10d_torch{MINOR}.{sysconfig.get_config_var('SOABI')}"
 
 
 def run(*command: str | Path, cwd: Path, **variables: str) -> str:
@@ -156,7 +160,8 @@ def cache(
 
 
 def packaged(wheel: Path) -> set[str]:
-    return {Path(name).name for name in zipfile.ZipFile(wheel).namelist() if Path(name).name.startswith("_native")}
+    names = {Path(name).name for name in zipfile.ZipFile(wheel).namelist()}
+    return {name for name in names if name.startswith(("_native", "_c10d")) and not name.endswith(".py")}
 
 
 def test_the_sdist_is_the_checkout(sdist: Path) -> None:
@@ -255,19 +260,99 @@ def test_the_wheel_s_library_needs_no_compiler_and_no_cache(installed: Path, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_build_beside_torch_brings_its_ops(
-    sdist: Path, plain_library: Path, full_library: Path, tmp_path: Path
-) -> None:
-    """With `pip install --no-build-isolation`, nothing is left to compile for this torch."""
-    source = shutil.copytree(sdist, tmp_path / "source", ignore=shutil.ignore_patterns("build"))
-    command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", tmp_path)
-    run(*command, cwd=source, CXX=copying(tmp_path, plain_library, full_library))
-    (wheel,) = tmp_path.glob("*.whl")
-    assert packaged(wheel) == PLAIN | {f"{TORCH_LIBRARY}.{kind}" for kind in ("so", "digest")}
-    zipfile.ZipFile(wheel).extractall(tmp_path / "target")
-    variables = {"PYTHONPATH": str(tmp_path / "target"), "XDG_CACHE_HOME": str(tmp_path), "CXX": "/nowhere"}
-    assert run(sys.executable, "-c", LIBRARY, cwd=tmp_path, **variables).startswith("True ")
+OPS_AND_MODULE = (
+    "import logging, sys\n"
+    "logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format='%(message)s')\n"
+    "from device_communicators.c10d import extension\n"
+    "from device_communicators.cpu import native\n"
+    "module, problem = extension.try_load()\n"
+    "print(native.load().has_ops, module is not None, problem)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def unpacked(
+    sdist: Path, plain_library: Path, full_library: Path, module_library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A wheel of `pip wheel --no-build-isolation`, which `make wheel` makes for each torch."""
+    folder = tmp_path_factory.mktemp("beside_torch")
+    source = shutil.copytree(sdist, folder / "source", ignore=shutil.ignore_patterns("build"))
+    command = (sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", folder)
+    run(*command, cwd=source, CXX=copying(folder, plain_library, full_library, module_library))
+    (wheel,) = folder.glob("*.whl")
+    assert packaged(wheel) == PLAIN | {f"{name}.{kind}" for name in (OPS, MODULE) for kind in ("so", "digest")}
+    assert "-py3-none-linux_" in wheel.name, "other Pythons can use the ops, and compile the backend"
+    zipfile.ZipFile(wheel).extractall(folder / "unpacked")
+    return folder / "unpacked"
+
+
+def test_a_build_beside_torch_needs_no_compiler(unpacked: Path, tmp_path: Path) -> None:
+    variables = {"PYTHONPATH": str(unpacked), "XDG_CACHE_HOME": str(tmp_path), "PATH": "/nowhere", "CXX": ""}
+    assert run(sys.executable, "-c", OPS_AND_MODULE, cwd=tmp_path, **variables) == "True True \n"
     assert not (tmp_path / "parallel_state").exists(), "the wheel must not need the cache"
+
+
+def another_minor(folder: Path, name: str, unfit: Path) -> None:
+    for kind in ("so", "digest"):
+        (folder / f"{name}.{kind}").rename(folder / f"{name.replace(MINOR, '1.99')}.{kind}")
+
+
+def damaged(folder: Path, name: str, unfit: Path) -> None:
+    with open(folder / f"{name}.so", "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"?" * 10)
+
+
+def wrong_first_call(folder: Path, name: str, unfit: Path) -> None:
+    library, stamp = folder / f"{name}.so", folder / f"{name}.digest"
+    shutil.copy(unfit, library)
+    stamp.write_text(f"{stamp.read_text().split()[0]} {hashlib.sha256(library.read_bytes()).hexdigest()}\n")
+
+
+@pytest.fixture(scope="module")
+def unfit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose ops can't make a tensor, and which isn't a module of Python."""
+    source = tmp_path_factory.mktemp("unfit") / "unfit.cpp"
+    names = ("ps_describe_tensor", "ps_make_tensor", "ps_view_tensor", "ps_set_direct")
+    source.write_text(
+        "".join(f'extern "C" __attribute__((visibility("default"))) void* {n}() {{ return 0; }}\n' for n in names)
+    )
+    compiler = native_build.find_compiler()
+    assert compiler is not None
+    return compiled.plain_library(compiler, [source])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reasons"),
+    [
+        (another_minor, (f"but no {OPS}.so", f"but no {MODULE}.so")),
+        (damaged, (f"the wheel's {OPS}.so is damaged", f"the wheel's {MODULE}.so is damaged")),
+        (wrong_first_call, ("its first call gave a wrong result", f"{MODULE}.so can't be loaded")),
+    ],
+)
+def test_an_unfit_build_of_a_wheel_is_compiled_again(
+    spoil: Callable[[Path, str, Path], None],
+    reasons: tuple[str, str],
+    unpacked: Path,
+    unfit: Path,
+    plain_library: Path,
+    full_library: Path,
+    module_library: Path,
+    tmp_path: Path,
+) -> None:
+    target = shutil.copytree(unpacked, tmp_path / "target")
+    for name in (OPS, MODULE):
+        spoil(target / "device_communicators" / "cpu", name, unfit)
+    variables = {
+        "PYTHONPATH": str(target),
+        "XDG_CACHE_HOME": str(tmp_path),
+        "CXX": copying(tmp_path, plain_library, full_library, module_library),
+    }
+    *lines, result = run(sys.executable, "-c", OPS_AND_MODULE, cwd=tmp_path, **variables).splitlines()
+    assert result == "True True "
+    assert len(lines) == 2, lines
+    for reason in reasons:
+        assert any("compiling" in line and reason in line for line in lines), lines
 
 
 def test_a_wheel_is_made_without_a_compiler(sdist: Path, tmp_path: Path) -> None:

@@ -243,12 +243,49 @@ c10::intrusive_ptr<ReconfigurableBackend> make_reconfigurable(int rank, int size
 }
 #endif  // C10D_BACKEND_HAS_RECONFIGURE
 
+// Types can be registered only once, so this is called before: torch and a module that was compiled for another build
+// of it call each other's virtual functions and read each other's objects.
+class FirstCall final : public c10d::Backend {
+ public:
+  static void check() {
+    const auto made = c10::make_intrusive<FirstCall>();
+    const py::object backend = py::cast(c10::intrusive_ptr<c10d::Backend>(made));
+    const py::object x = py::module_::import("torch").attr("ones")(py::make_tuple(2, 3));
+    const py::object options = py::module_::import("torch._C._distributed_c10d").attr("AllreduceOptions")();
+    options.attr("timeout") = std::chrono::milliseconds(7);
+    py::list tensors;
+    tensors.append(x);
+    backend.attr("allreduce")(tensors, options);
+    const bool is_right = backend.attr("rank")().cast<int>() == 1 && backend.attr("size")().cast<int>() == 5 &&
+                          backend.attr("name")().cast<std::string>() == "first call" &&
+                          x.attr("sum")().attr("item")().cast<double>() == 30 && made->is_called_right_;
+    if (!is_right) throw std::runtime_error("its first call gave a wrong result: it was compiled for another torch");
+  }
+
+  FirstCall() : Backend(/*rank=*/1, /*size=*/5) {}
+  const std::string getBackendName() const override { return "first call"; }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    at::Tensor& x = tensors.at(0);
+    is_called_right_ = x.sizes() == at::IntArrayRef({2, 3}) && x.scalar_type() == at::kFloat &&
+                       options.timeout == std::chrono::milliseconds(7);
+    if (is_called_right_) {
+      for (int i = 0; i < 6; ++i) x.data_ptr<float>()[i] = static_cast<float>(getSize());
+    }
+    return nullptr;
+  }
+
+ private:
+  bool is_called_right_ = false;
+};
+
 }  // namespace
 }  // namespace parallel_state
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using parallel_state::Backend;
   py::module_::import("torch._C._distributed_c10d");  // the base classes
+  parallel_state::FirstCall::check();
   py::register_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);

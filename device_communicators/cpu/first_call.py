@@ -1,0 +1,39 @@
+"""Checks by a first call that the compiled ops and the running torch read each other's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from device_communicators.cpu.native_build import BuildError
+
+_SHAPE = (2, 3)
+_BYTES = 24
+
+
+def check(library: Any) -> None:
+    """Makes a small tensor in C++, and describes it there. Raises BuildError if torch finds another tensor."""
+    import torch
+
+    from device_communicators.calls.user_call import DTYPE_NUMBERS
+    from device_communicators.cpu.plain_tree import find_wrap
+
+    wrap = find_wrap()
+    if wrap is None:  # then no call makes or describes tensors in C++
+        return
+    make = ctypes.PYFUNCTYPE(ctypes.py_object, *(ctypes.c_void_p,) * 3)(("ps_make_tensor", library))
+    no_group = (ctypes.c_uint64 * 2)()  # an empty std::shared_ptr
+    sizes = (ctypes.c_int64 * 2)(*_SHAPE)
+    dtype = DTYPE_NUMBERS[torch.float32]
+    form = (ctypes.c_int64 * 5)(0, _BYTES, dtype, 2, ctypes.addressof(sizes))  # TensorForm of csrc/pack.h
+    try:
+        made = make(ctypes.addressof(no_group), ctypes.addressof(form), wrap)
+    except ValueError:  # null
+        made = None
+    is_right = isinstance(made, torch.Tensor) and made.shape == _SHAPE and made.dtype == torch.float32
+    if is_right:
+        ctypes.memset(form, 0, ctypes.sizeof(form))
+        is_plain = library.ps_describe_tensor(made._cdata, ctypes.addressof(form))
+        is_right = is_plain == 1 and form[:4] == [made.data_ptr(), _BYTES, dtype, 2]
+    if not is_right:
+        raise BuildError("its first call gave a wrong result: it was compiled for another torch")
