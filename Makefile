@@ -134,6 +134,7 @@ wheel:
 wheel-part: $(STAMP)
 	rm -rf dist build/dist
 	$(BIN)/python setup.py -q build --build-lib build/wheel bdist_wheel --dist-dir build/dist
+	ls $(foreach kind,native c10d,build/wheel/device_communicators/cpu/_$(kind)_torch$(basename $(TORCH)).*so)
 	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir dist build/dist/*.whl
 
 # An sdist, and of it a wheel with what needs no torch (the build is isolated), tagged for the systems it fits.
