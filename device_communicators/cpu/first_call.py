@@ -21,15 +21,15 @@ def check(library: Any) -> None:
     wrap = find_wrap()
     if wrap is None:  # then no call makes or describes tensors in C++
         return
-    make = ctypes.PYFUNCTYPE(ctypes.py_object, *(ctypes.c_void_p,) * 3)(("ps_make_tensor", library))
+    make = ctypes.PYFUNCTYPE(ctypes.c_void_p, *(ctypes.c_void_p,) * 3)(("ps_make_tensor", library))
     no_group = (ctypes.c_uint64 * 2)()  # an empty std::shared_ptr
     sizes = (ctypes.c_int64 * 2)(*_SHAPE)
     dtype = DTYPE_NUMBERS[torch.float32]
     form = (ctypes.c_int64 * 5)(0, _BYTES, dtype, 2, ctypes.addressof(sizes))  # TensorForm of csrc/pack.h
-    try:
-        made = make(ctypes.addressof(no_group), ctypes.addressof(form), wrap)
-    except ValueError:  # null
-        made = None
+    address, made = make(ctypes.addressof(no_group), ctypes.addressof(form), wrap), None
+    if address is not None:  # as a result, ctypes.py_object crashes on null
+        made = ctypes.cast(address, ctypes.py_object).value
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(made))
     is_right = isinstance(made, torch.Tensor) and made.shape == _SHAPE and made.dtype == torch.float32
     if is_right:
         ctypes.memset(form, 0, ctypes.sizeof(form))
