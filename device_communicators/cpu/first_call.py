@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Any
 
 from device_communicators.cpu.native_build import BuildError
 
 _SHAPE = (2, 3)
 _BYTES = 24
+_WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
+"""Names of THPVariable_Wrap in different versions of torch."""
 
 
 def check(library: Any) -> None:
@@ -16,7 +20,6 @@ def check(library: Any) -> None:
     import torch
 
     from device_communicators.calls.user_call import DTYPE_NUMBERS
-    from device_communicators.cpu.plain_tree import find_wrap
 
     wrap = find_wrap()
     if wrap is None:  # then no call makes or describes tensors in C++
@@ -37,3 +40,15 @@ def check(library: Any) -> None:
         is_right = is_plain == 1 and form[:4] == [made.data_ptr(), _BYTES, dtype, 2]
     if not is_right:
         raise BuildError("its first call gave a wrong result: it was compiled for another torch")
+
+
+def find_wrap() -> int | None:
+    """Returns the address of THPVariable_Wrap, or None."""
+    import torch
+
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    found = next((getattr(library, name) for name in _WRAP if hasattr(library, name)), None)
+    return None if found is None else ctypes.cast(found, ctypes.c_void_p).value

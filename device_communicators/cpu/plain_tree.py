@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from device_communicators.calls.user_call import DTYPE_NUMBERS
+from device_communicators.cpu.first_call import find_wrap
 from device_communicators.cpu.native import NativeLibrary
 
 _Type = ctypes.c_void_p
@@ -75,8 +74,6 @@ _FUNCTIONS = {
     "set_key": "PyDict_SetItem",
     "call": "PyObject_Vectorcall",
 }
-_WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names of THPVariable_Wrap in different versions of torch."""
 _MOST_LONG, _MOST_TENSORS = 64, 64  # as csrc/pack.h
 _MOST_PIECES = 2 + 2 * _MOST_LONG + _MOST_TENSORS
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
@@ -292,15 +289,6 @@ def tensor_at() -> int:
         if all(_Type.from_address(id(probe) + at).value == getattr(probe, "_cdata", None) for probe in probes):
             return at
     return 0
-
-
-def find_wrap() -> int | None:
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), os.RTLD_NOLOAD)
-    except OSError:
-        return None
-    found = next((getattr(library, name) for name in _WRAP if hasattr(library, name)), None)
-    return None if found is None else ctypes.cast(found, _Type).value
 
 
 def _addresses(types: Sequence[type]) -> ctypes.Array[ctypes.c_void_p]:

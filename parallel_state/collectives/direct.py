@@ -82,7 +82,8 @@ class DirectCalls:
     def use(self, library: NativeLibrary) -> None:
         if self._facts is not None or not library.has_ops:
             return
-        from device_communicators.cpu.plain_tree import find_wrap, tensor_at, type_at
+        from device_communicators.cpu.first_call import find_wrap
+        from device_communicators.cpu.plain_tree import tensor_at, type_at
 
         facts = _Facts(type_at=type_at(), tensor_at=tensor_at(), wrap=find_wrap())
         if not (facts.type_at and facts.tensor_at and facts.wrap):

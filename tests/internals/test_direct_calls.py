@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_state as ps
 from device_communicators import CATALOG, build_route, register_route
 from device_communicators.base.errors import GroupDestroyedError, InvalidArgumentError
-from device_communicators.cpu.plain_tree import find_wrap, tensor_at, type_at
+from device_communicators.cpu.first_call import find_wrap
+from device_communicators.cpu.plain_tree import tensor_at, type_at
 from device_communicators.routing.route import Traffic
 from parallel_state.collectives.direct import DIRECT, DirectCalls
 from tests.contract.carriers import twin_of
