@@ -29,7 +29,8 @@ def check(library: Any) -> None:
     sizes = (ctypes.c_int64 * 2)(*_SHAPE)
     dtype = DTYPE_NUMBERS[torch.float32]
     form = (ctypes.c_int64 * 5)(0, _BYTES, dtype, 2, ctypes.addressof(sizes))  # TensorForm of csrc/pack.h
-    address, made = make(ctypes.addressof(no_group), ctypes.addressof(form), wrap), None
+    address = make(ctypes.addressof(no_group), ctypes.addressof(form), wrap)
+    made: Any = None
     if address is not None:  # as a result, ctypes.py_object crashes on null
         made = ctypes.cast(address, ctypes.py_object).value
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(made))
