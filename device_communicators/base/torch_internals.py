@@ -143,6 +143,14 @@ def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
     return group
 
 
+def group_over(store: Any, rank: int, size: int, backend: Any) -> Any:
+    """Returns a process group that runs calls of CPU tensors on `backend`, an object of a torch backend's C++ class."""
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+    return group
+
+
 def register_named(group: Any, name: Any) -> None:
     group._set_group_name(name)
     torch._C._distributed_c10d._register_process_group(name, group)

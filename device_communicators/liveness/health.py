@@ -478,9 +478,8 @@ class Watcher:
     ) -> tuple[type[CommunicationError], str, list[int]]:
         verdict = error.verdict if isinstance(error, UnmetError) else None
         is_late = time.monotonic() >= started + timeout_s
-        # The report of the death that made other ranks give up is about to arrive.
-        awaits_news = not is_late and (verdict is None or self._rank not in verdict.ranks)
-        if deaths := self.await_death_of(watched, None if awaits_news else 0.0):
+        # The report of the death that made other ranks give up may be about to arrive.
+        if deaths := self.await_death_of(watched, 0.0 if is_late else None):
             text = f"{describe_deaths(deaths)}. {_WITHOUT_THEM}"
             return kind_of_deaths(deaths, CommunicationError), text, [death.rank for death in deaths]
         if verdict is not None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torchft.process_group import ProcessGroupWrapper
 
 from device_communicators.base.bounded_store import BoundedStore
-from device_communicators.base.torch_internals import backend_options
+from device_communicators.base.torch_internals import backend_options, group_over
 from device_communicators.c10d import creation
 from device_communicators.c10d.world import World
 
@@ -25,14 +23,10 @@ class ProcessGroupParallelState(ProcessGroupWrapper):
     of the group doesn't affect the replica's other groups. Errors number the group's ranks from 0.
     """
 
-    def _create_pg(self, store: Any, rank: int, world_size: int) -> dist.ProcessGroup:
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         options = backend_options(store, rank, world_size, self._timeout, "torchft")
         world = World(BoundedStore(store), range(world_size), "configure", may_borrow=False)
-        made = dist.ProcessGroup(store, rank, world_size)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        made._set_default_backend(kind)
-        made._register_backend(torch.device("cpu"), kind, creation.create_group(options, world))
-        return made
+        return group_over(store, rank, world_size, creation.create_group(options, world))
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return "torchft-parallel_state"

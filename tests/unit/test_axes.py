@@ -285,7 +285,7 @@ def test_the_sizes_of_expert_layers(order: str, sizes: Sizes, expected: tuple[in
         ({"tp": 2, "ep": 2}, "tp-ep", ["lacks 'dp', whose size is 12"]),
         ({"dp": 2, "tp": 12, "etp": 1, "ep": 1}, "dp-tp-pp-ep-ep", ["'ep' twice"]),
         ({}, "tp-ep-dp-ep", ["'ep' twice"]),
-        ({"pp": 2, "tp": 4, "ep": 3, "etp": 4}, "tp-pp-ep-dp", ["end with pp", "3 and 1", "etp · ep = 4", "pp last"]),
+        ({"pp": 2, "tp": 4, "ep": 3, "etp": 4}, "tp-pp-ep-dp", ["ends with pp", "3 and 1", "etp · ep = 4", "pp last"]),
         ({"pp": 2, "tp": 2, "cp": 2, "ep": 1}, "tp-cp-pp-dp", ["are 4 ranks apart", "and 2 in etp=2", "pp last"]),
         ({"pp": 2, "tp": 2, "cp": 2, "ep": 1}, "tp-pp-cp-dp", ["have 3 and 6", "etp · ep = 4", "put pp last"]),
         ({"pp": 2, "tp": 4, "ep": 2, "etp": 2}, "tp-pp-ep-dp", ["4 ranks apart", "2 in etp=2", "put pp last"]),
