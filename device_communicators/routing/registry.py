@@ -1,4 +1,4 @@
-"""Finds this process's groups by name, adds hooks, and writes the last operations to a file."""
+"""Finds this process's groups by name, registers hooks of operations, and writes the last operations to a file."""
 
 from __future__ import annotations
 

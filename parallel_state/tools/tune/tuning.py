@@ -228,7 +228,7 @@ class Candidates(GroupTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the graph for at least `calls` calls. Returns the time, scaled to `calls` calls."""
+        """Replays the CUDA graph of `call` for at least `calls` calls. Returns the time, scaled to `calls` calls."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
