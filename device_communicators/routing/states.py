@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
@@ -122,3 +123,16 @@ def describe_states(states: dict[int, State], context: GroupContext) -> list[str
         f"global rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'are' if len(ranks) > 1 else 'is'} {what}"
         for what, ranks in ranks_in.items()
     ]
+
+
+def pack_answer(value: Any) -> bytes:
+    """Returns compressed JSON: replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
+    return zlib.compress(json.dumps(value).encode())
+
+
+def unpack_answer(packed: bytes) -> Any:
+    """Raises ValueError for other bytes than those of `pack_answer`."""
+    try:
+        return json.loads(zlib.decompress(packed))
+    except zlib.error as error:
+        raise ValueError(f"not an answer of this version: {error}") from error

@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 import weakref
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from device_communicators.routing.states import (
     call_in_words,
     describe_states,
     group_key,
+    pack_answer,
     state_at,
     state_of,
     state_without_call,
@@ -338,19 +338,6 @@ def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}
     except (AttributeError, TypeError, ValueError):
         return None, {}
-
-
-def pack_answer(value: Any) -> bytes:
-    """Returns compressed JSON: replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
-    return zlib.compress(json.dumps(value).encode())
-
-
-def unpack_answer(packed: bytes) -> Any:
-    """Raises ValueError for other bytes than those of `pack_answer`."""
-    try:
-        return json.loads(zlib.decompress(packed))
-    except zlib.error as error:
-        raise ValueError(f"not an answer of this version: {error}") from error
 
 
 def _packed(key: str, report: Report) -> bytes:

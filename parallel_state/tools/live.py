@@ -15,8 +15,7 @@ from device_communicators.control.client import ForeignServiceError, question
 from device_communicators.control.plane import Endpoint, find_endpoints
 from device_communicators.cpu import native
 from device_communicators.liveness.condition import condition_of
-from device_communicators.routing.states import SILENT, State
-from device_communicators.routing.status import unpack_answer
+from device_communicators.routing.states import SILENT, State, unpack_answer
 
 _ANSWER_S = 0.7
 _STATES_S = 1.0
