@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from device_communicators.base.errors import RenamedError, no_such_name
@@ -99,8 +100,11 @@ def raise_missing(name: str) -> NoReturn:
             if sys._getframe(2).f_code.co_filename.startswith("<frozen importlib"):
                 raise ImportError(text, name=name)
             raise RenamedError(text)
+    problem = "module 'parallel_state' has no attribute"
+    if like := get_close_matches(name, [each for each in dir(GroupCoordinator) if each[0] != "_"], 1, 0.85):
+        raise AttributeError(f"{problem} {name!r}; call a group's method: get_tp_group().{like[0]}(…)", name=name)
     known = sys.modules["parallel_state"].__all__
-    raise AttributeError(no_such_name("module 'parallel_state' has no attribute", name, known), name=name)
+    raise AttributeError(no_such_name(problem, name, known), name=name)
 
 
 _MADE = _all_getters()

@@ -114,6 +114,7 @@ def test_pyright(tmp_path: Path) -> None:
         (lambda tp: tp.all_reduce(torch.ones(2), async_op=True), "takes no async_op; call all_reduce_async"),
         (lambda tp: tp.broadcast(torch.ones(2), async_op=True), "takes no async_op; call broadcast_async"),
         (lambda tp: tp.allreduce(torch.ones(2)), "has no attribute 'allreduce'; did you mean 'all_reduce'"),
+        (lambda tp: ps.allreduce(torch.ones(2)), r"no attribute 'allreduce'; call a group's method: .*\.all_reduce\("),
         (lambda tp: ps.get_tpgroup(), "'parallel_state' has no attribute 'get_tpgroup'; did you mean 'get_tp_group'"),
     ],
 )  # fmt: skip
