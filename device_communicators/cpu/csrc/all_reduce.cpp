@@ -43,7 +43,6 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
     note_read(rank, bytes);
   }
   sources[rank_] = in;
-  // In place, the others still read `in`.
   void* const to = flag != 0 && out == in ? place(rank_, slot) : out;
   reduce_function(dtype, op)(&to, 1, sources, size_, count);
   if (inputs.shared == 0) return Status::kDone;
@@ -52,11 +51,10 @@ Status HostGroup::one_shot_all_reduce(void* out, const void* in, std::size_t cou
   return Status::kDone;
 }
 
-// Per chunk c: (A) copy the others' slices to the own slot; (B) reduce the own slice from all slots into the own slot
-// and the output; (C) copy the others' reduced slices. Step i does B of chunk i-1, A of chunk i, C of chunk i-2. Before
-// A of chunk c + 4, all others have published A of c + 3, because this rank's B waits for it. So they have done C of
-// chunk c: four slots are enough. A shared input is read in place by one rank per slice, in B, and overwritten by that
-// rank or after its B.
+// Per chunk: (A) copy the others' slices to the own slot; (B) reduce the own slice from all slots into the own slot and
+// the output; (C) copy the others' reduced slices. Step i does B of chunk i-1, A of chunk i, C of chunk i-2. Four slots
+// are enough: A of chunk c + 4 follows this rank's B of c + 3, which waits for all others' A of c + 3, and so for their
+// C of chunk c. Only one rank per slice reads a shared input in place, in B, and overwrites it then.
 Status HostGroup::large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                    std::uint64_t call) {
   const std::size_t width = size_of(dtype);

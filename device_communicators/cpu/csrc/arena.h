@@ -1,4 +1,4 @@
-// This rank's range of the sparse file that all ranks map. A full file system gives null instead of SIGBUS.
+// This rank's range of the sparse file that all ranks map. Returns null instead of a SIGBUS if the file system is full.
 // Thread-safe.
 #pragma once
 

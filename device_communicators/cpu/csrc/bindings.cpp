@@ -385,7 +385,6 @@ struct Autograd<Op, Result(X, Arguments...)> {
     const auto& op = find_op<Op>("parallel_state");
     if constexpr (std::is_void_v<Result>) {
       op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
-      // Autograd must detect that a saved `x` changed: the write bypassed torch.
       constexpr bool writes = string_view(Op::kName).back() == '_';
       if (writes && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
     } else {
@@ -496,7 +495,7 @@ TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns 0 unless the tensor is dense, contiguous, on the CPU, with memory of its own, without wrappers or lazy bits.
+// Returns 0 unless the tensor is dense, contiguous, on the CPU, without wrappers or lazy bits.
 int ps_describe_tensor(const void* impl, parallel_state::TensorForm* form) {
   using c10::DispatchKey;
   constexpr c10::DispatchKeySet dense({DispatchKey::CPU}),

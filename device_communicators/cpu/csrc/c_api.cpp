@@ -62,7 +62,7 @@ void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long)
              as_bytes,   bytes_size,   hold,        let_go,         no_memory};
 }
 
-// Three references that the caller owns; nulls if there is none.
+// The caller owns the three references. They are null if no exception is kept.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
 
 void* ps_signal_pipe() { return &signal_pipe(); }
@@ -73,7 +73,7 @@ std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
 std::size_t ps_slots_offset(int size, int rank) { return HostGroup::slots_offset(size, rank); }
 
-// Also beyond the file's end. Returns null and sets errno on failure.
+// Returns null and sets errno on failure.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
   return memory == MAP_FAILED ? nullptr : memory;
@@ -104,9 +104,8 @@ std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, 
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
-// Owns `descriptors`, which connect to `peers`; several to one rank are in the order of the other side. If not
-// `meshed`, only leads are connected. Call it once, before ps_group_listen and any call. Returns 0, or EBADF for an
-// unknown group.
+// Owns `descriptors`, which connect to `peers`; several to one rank are in the order of the other side. Call it once,
+// before ps_group_listen and any call. Returns 0, or EBADF for an unknown group.
 int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
                   const int* descriptors, int connections, int meshed, int rounded) {
   const std::shared_ptr<Handle> handle = find(group);
@@ -136,7 +135,7 @@ void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
 }
 
-// Returns the bytes of this rank's arena that have memory, after unused ones went to the system if it `trims`.
+// Returns the bytes of this rank's arena that have memory.
 std::uint64_t ps_group_arena(std::uint64_t group, int trims) {
   const std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr || handle->arena() == nullptr) return 0;
@@ -147,10 +146,9 @@ std::uint64_t ps_group_arena(std::uint64_t group, int trims) {
   return handle->arena()->bytes();
 }
 
-// Returns the memory of whole pages of a shared file to the system, for all processes; ps_back allocates it again.
+// Returns the memory of whole pages of a shared file to the system, for all processes.
 int ps_unback(void* memory, std::size_t bytes) { return madvise(memory, bytes, MADV_REMOVE) == 0 ? 1 : 0; }
 
-// Returns how much of whole pages of a shared file has memory.
 std::uint64_t ps_backed_bytes(void* memory, std::size_t bytes) {
   std::vector<unsigned char> pages((bytes + kPage - 1) / kPage);
   if (mincore(memory, bytes, pages.data()) != 0) return 0;
@@ -211,7 +209,7 @@ void ps_served_go_on(const char* key, std::uint64_t sequence) {
 
 void ps_measure_calls(int on) { measure_calls(on != 0); }
 
-// 256 rows of calls, nanoseconds taken and waited, by method. Then, per rank, how often it arrived last.
+// 256 rows by method, then how often each rank arrived last.
 void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::shared_ptr<Handle> handle = find(group);
@@ -224,8 +222,7 @@ void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
 
 void ps_stop_serving(const char* key) { stop_serving(key); }
 
-// Suspect, microseconds, reporter, the misfit; then this rank's call and the other's, each as word, shape, number of
-// parts, and 64 sizes of parts.
+// The calls are this rank's and the other's, each with 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
   const std::shared_ptr<Handle> handle = find(group);
   const Failure failure = handle == nullptr ? Failure{} : handle->failure();
@@ -249,7 +246,7 @@ void ps_call_as(int method) { call_as(method); }
 
 double ps_repeated_since_s() { return repeated_since_s(); }
 
-// Keeps other threads from calls of the group until ps_group_exit. Returns kBusy if a call is running.
+// Returns kBusy if a call is running.
 int ps_group_enter(std::uint64_t group) {
   const std::shared_ptr<Handle> handle = find(group);
   return static_cast<int>(handle == nullptr ? Status::kClosed : handle->hold() ? Status::kDone : Status::kBusy);
@@ -294,7 +291,6 @@ void* ps_exiting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(0);
 }
 
-// In the order of `Counted`.
 void ps_served_traffic(const char* key, std::uint64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   for (int operation = 0; operation < static_cast<int>(Counted::kCount); ++operation) {
@@ -304,7 +300,6 @@ void ps_served_traffic(const char* key, std::uint64_t* out) {
   }
 }
 
-// 0 if the group isn't served.
 std::uint64_t ps_served_next(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
   return served == nullptr ? 0 : served->next();
@@ -317,8 +312,7 @@ int ps_served_has_transfers(const char* key) {
   return served != nullptr && served->has_transfers() ? 1 : 0;
 }
 
-// Unordered rows: sequence, operation, dtype, dims, peer, method, start and end in microseconds of the monotonic clock
-// (0: none); then 6 sizes.
+// Unordered rows. Times are microseconds of the monotonic clock (0: none).
 void ps_served_recorded(const char* key, std::int64_t* out) {
   const std::shared_ptr<Served> served = find_served(key);
   constexpr auto relaxed = std::memory_order_relaxed;

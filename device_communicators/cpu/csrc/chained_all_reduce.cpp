@@ -1,7 +1,6 @@
 // For hosts whose memory has areas, such as NUMA nodes, each with consecutive ranks. In the first area each rank adds
 // up one slice of its area's inputs. The rank of the same index in the next area begins with that sum, and so on. The
-// ranks of other areas fetch a slice each of the last area's result and share it. The bits are those of other
-// algorithms.
+// other areas' ranks fetch the last area's result and share it.
 #include <algorithm>
 
 #include "copy.h"
@@ -14,11 +13,11 @@ void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
   chain_bytes_ = from_bytes < 0 ? tuning_.chain_bytes : static_cast<std::size_t>(from_bytes);
 }
 
-// Per chunk c: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the
+// Per chunk: (A) copy the slices of the area's other ranks to the own slot; (B) add up the own slice, after the
 // previous area; (C) fetch the own slice's result from the last area; (D) copy the area's other results. Step i does B
-// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, so delays of the previous area are hidden. A rank that
-// published B of chunk c + 4 has done D of chunk c. All have before A of chunk c + 8, so eight slots are enough: halves
-// of the large ones.
+// of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, which hides delays of the previous area. Eight slots,
+// halves of the large ones, are enough: a rank that published B of chunk c + 4 has done D of chunk c, and all have
+// before A of chunk c + 8.
 Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
                                      std::uint64_t call) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;

@@ -240,8 +240,8 @@ Status HostGroup::broadcast_sized(const void* in, std::uint64_t bytes, int src,
 Status HostGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                              double timeout_s) {
   begin(timeout_s);
-  // All ranks must find the same misfit. A rank whose blocks all have one size publishes that with its tick. Others put
-  // their sizes as a row before the blocks in their slot.
+  // All ranks must find the same misfit. A rank with blocks of one size publishes that with its tick; others put their
+  // sizes before the blocks in their slot.
   const std::size_t each = in_bytes[0], row = 2 * static_cast<std::size_t>(size_);
   const auto is_each = [each](std::size_t bytes) { return bytes == each; };
   const bool even =

@@ -116,7 +116,7 @@ void Inbox::parse() {
     } else if (head_.kind == CallRecord::kLeave) {
       state_ = State::kLeft;
     } else if (is_idle()) {
-      // The head is of the next call, or expected later in this one; else the calls differ.
+      // The head belongs to a later message; else the calls differ.
       if (head_.sequence == own_->sequence && head_.history != own_->history) state_ = State::kDiffers;
       listens_ = false;
     } else if (!is_same_call(*own_, head_) || (!expected_[done_].is_any && head_.bytes != expected_[done_].bytes)) {

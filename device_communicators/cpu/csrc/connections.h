@@ -1,6 +1,6 @@
-// The connections of one rank to ranks of other hosts, for the collectives of one group. Both ranks post and expect
-// messages in the same order. A body is read only if its record equals this rank's call. Nothing unexpected is read:
-// the kernel's buffers bound how far a rank gets ahead. Not thread-safe, except Connections::close.
+// One rank's connections to ranks of other hosts, for a group's collectives. Both ranks post and expect messages in the
+// same order. A body is read only if its record equals this rank's call. The kernel's buffers bound how far a rank gets
+// ahead. Not thread-safe, except Connections::close.
 #pragma once
 
 #include <poll.h>
@@ -62,7 +62,6 @@ class Inbox {
     striped_bytes_ = bytes;
   }
 
-  // `own` must stay unchanged during the call.
   void begin(const CallRecord* own);
   void expect(char* at, std::uint64_t bytes);
   // The state is kChosen from the head until `take`.

@@ -1,6 +1,6 @@
-// Collectives and transfers called by Python directly: torch's dispatcher and `torch.ops` take two of three
-// microseconds. Functions have the arguments of the op; `twin` is its Python kernel, which repeats failed calls. They
-// return NotImplemented, before anything has begun, if the op could behave differently.
+// Calls by Python without torch's dispatcher and `torch.ops`, which take two of three microseconds. Arguments are the
+// op's; `twin` is its Python kernel, which repeats failed calls. Functions return NotImplemented, before anything has
+// begun, if the op could behave differently.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/Tensor.h>
@@ -87,7 +87,6 @@ bool integer_of(void* object, std::int64_t* number) {
   return overflow == 0;
 }
 
-// No lazy bit, wrapper, mode or tracer precedes the device's kernel.
 template <DispatchKey kDevice, DispatchKey kAutograd, DispatchKey kAutocast>
 bool is_plain_on(DispatchKeySet keys) {
   constexpr DispatchKeySet dense({kDevice}),
@@ -124,7 +123,7 @@ class Given {
     c10::TensorImpl* const impl = impl_of(objects_[at]);
     if (impl == nullptr || !is_plain(impl->key_set())) return false;
     keys_ = keys_ | impl->key_set();
-    // An owned reference: another thread may replace the object's tensor.
+    // Another thread may replace the object's tensor.
     using Owned = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
     *found = Tensor(Owned::unsafe_reclaim_from_nonowning(impl));
     return !c10::isQIntType(found->scalar_type()) && !wants_gradient(*found);
@@ -175,7 +174,7 @@ class Given {
   bool integer(int at, std::int64_t* found) const { return integer_of(objects_[at], found); }
 
   bool text(int at, string_view* found) const { return text_of(objects_[at], found); }
-  // Callers say order="tree" instead, which is checked in Python.
+  // Python checks op="tree_sum": callers say order="tree" instead.
   bool op(int at, string_view* found) const { return text(at, found) && *found != "tree_sum"; }
 
   bool none(int at) const { return objects_[at] == facts->none; }
@@ -202,8 +201,7 @@ class Given {
     return false;
   }
 
-  // True if torch's dispatcher would call the op's kernel directly, or through autograd without effect, and no
-  // observer.
+  // True if torch's dispatcher would do nothing but call the op's kernel.
   bool is_straight() {
     const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
     keys_ = (keys_ | local.included_) - local.excluded_;
@@ -251,7 +249,7 @@ class Given {
   std::int64_t resolved_ = 0;
 };
 
-// Takes the interpreter lock outside of any handler and destructor: at the interpreter's exit the thread ends there.
+// Not in a handler or destructor: if the interpreter exits, taking its lock ends the thread.
 template <typename Body>
 Carried unlocked(Body body) {
   Carried carried = Carried::kFailed;
@@ -446,7 +444,6 @@ void* ps_direct_gather(void* twin, void* const* objects, std::ptrdiff_t count) {
 }
 
 void* ps_direct_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {
-  // x (None on ranks other than `src`), token, size, dtype, device, dim, src, group
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     Tensor x;
@@ -496,7 +493,7 @@ void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {
 }
 
 void* ps_direct_put(void*, void* const* objects, std::ptrdiff_t count) {
-  // window, x, dst, first element, whether a signal follows. Returns a Status, or -1 before anything has begun.
+  // Returns a Status, or -1 before anything has begun.
   if (facts == nullptr) return calling.make_integer(-1);
   return guarded([&]() -> void* {
     Given given{nullptr, objects, count};
@@ -512,7 +509,6 @@ void* ps_direct_put(void*, void* const* objects, std::ptrdiff_t count) {
 }
 
 void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
-  // token, size, dtype, none for the group's device, src or none, group
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
     c10::SmallVector<std::int64_t, 8> sizes;

@@ -4,8 +4,8 @@
 
 namespace parallel_state {
 
-// Rounds to nearest, keeps denormals, traps nothing: programs change this state (torch.set_flush_denormal), and ranks
-// would reduce to different bits. The memory clobbers keep arithmetic inside the scope.
+// Ranks whose programs changed this state (torch.set_flush_denormal) would reduce to different bits. The memory
+// clobbers keep arithmetic inside the scope.
 class DefaultFloatingPoint {
  public:
   DefaultFloatingPoint() : previous_(read()) {

@@ -29,8 +29,8 @@ enum class Status : int {
 };
 
 // residual_out = sum of `in` over the ranks + residual; out = rms_norm(residual_out) * weight. The sum is rounded to
-// the dtype, added in float32 and rounded again; the norm is rounded once. Tensors are [rows, hidden], weight is
-// [hidden]. `out` may be `in`, `residual_out` may be `residual`.
+// the dtype, added in float32 and rounded again; the norm is rounded once. `out` may be `in`, `residual_out` may be
+// `residual`.
 struct AddRmsNorm {
   void* out;
   void* residual_out;
@@ -84,8 +84,8 @@ class Group {
                             double timeout_s) = 0;
   virtual Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) = 0;
 
-  // Consumes one tick, to order a queue's broadcast message among collectives. `src` doesn't wait; others spin for
-  // `spin_ns` until it has entered.
+  // Consumes one tick, to order a broadcast message among collectives. `src` doesn't wait; others spin for `spin_ns`
+  // until it has entered.
   virtual Status announce(int, double, std::int64_t) { return Status::kUnsupported; }
 
   virtual Status compare(double timeout_s) = 0;

@@ -83,7 +83,7 @@ void Handle::listen_to(const std::shared_ptr<control::EndListeners>& source, std
   if (hosts_ != nullptr) {
     local.clear();
     for (const int rank : hosts_->local_ranks()) local.push_back(ranks[static_cast<std::size_t>(rank)]);
-    // First: a wait that sees a death in the domain must know whether the rank is in the group.
+    // First: a wait that detects a death in the domain must know whether the rank is in the group.
     hosts_->listen_to(source, std::move(ranks));
   }
   liveness_.listen_to(source, std::move(local), std::move(domain));

@@ -1,5 +1,5 @@
-// The groups of this process. Running calls keep a group alive, so any thread may close it. A call that begins during
-// another fails with kBusy: ranks can't agree on an order of threads.
+// The groups of this process. Running calls keep a group alive, so any thread may close it. Overlapping calls fail with
+// kBusy: ranks can't agree on an order of threads.
 #pragma once
 
 #include <algorithm>
@@ -144,7 +144,6 @@ class Handle {
   Arena* arena() const { return arena_.get(); }
   Windows* arena_of(int rank) const { return windows_.empty() ? nullptr : windows_[rank].get(); }
   Lender* lender() const { return lender_.get(); }
-  // Null if this rank doesn't map the arena.
   Windows* windows_of(int rank) const;
   const WaitPolicy& wait_policy() const { return policy_; }
 
@@ -163,7 +162,6 @@ class Handle {
 
   Queues& queues() { return queues_; }
 
-  // weak: transfers own the handle
   std::shared_ptr<Transfers> transfers() {
     const std::lock_guard<std::mutex> lock(transfers_mutex_);
     return transfers_.lock();
@@ -179,7 +177,6 @@ class Handle {
 
   const Meter& meter() const { return *meter_; }
 
-  // Before the handle is used.
   void set_areas(int ranks, std::int64_t from_bytes) { host_group_.set_areas(ranks, from_bytes); }
   std::uint64_t crossed_bytes() const { return host_group_.crossed_bytes(); }
 
@@ -274,7 +271,6 @@ class Served {
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }
 
-  // Python will begin the call again.
   void drop_transfer(Record& record) { record.started_s.store(0, std::memory_order_relaxed); }
   void drop_broadcast(Record& record) {
     record.started_s.store(0, std::memory_order_relaxed);
@@ -305,7 +301,6 @@ class Served {
   }
 
   const Traffic& traffic(Counted operation) const { return traffic_[static_cast<int>(operation)]; }
-  // The first kRecords are operations of all ranks, the others transfers.
   const Record& record(std::uint64_t index) const {
     return index < kRecords ? records_[index] : transfers_[index - kRecords];
   }
@@ -340,7 +335,7 @@ class RecordedTransfer {
 void note_overlap(const Handle* handle);
 bool take_overlap(const Handle* handle);
 
-// Exists while an op's Python kernel repeats the call of `began_s` (monotonic clock). The op's notes end with it.
+// Exists while an op's Python kernel repeats the call of `began_s` (monotonic clock).
 class Repetition {
  public:
   explicit Repetition(double began_s);

@@ -25,7 +25,7 @@ std::uint64_t HostGroup::call_of(Kind kind, std::uint64_t size, Method method, s
                                  int root) {
   if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
   const std::uint64_t told = note_of_call(kind, told_, digest, reduction, root);
-  // With all earlier calls: a rank that only sent a different call differs from then on.
+  // A rank that only sent a different call differs from then on.
   history_ = mixed(told + size + history_);
   return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
 }
@@ -107,7 +107,7 @@ bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
   return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
 }
 
-// Of two ranks that wait for no other, the later sees the earlier, because both publish before they look.
+// Both publish before they look, so of two ranks that wait for no other, the later sees the earlier.
 Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
   if (is_part_) return Status::kDone;
   std::atomic_thread_fence(std::memory_order_seq_cst);

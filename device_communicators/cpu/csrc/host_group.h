@@ -3,8 +3,8 @@
 // The segment has a control line per rank, then each rank's small and large slots, page-aligned. A rank writes only its
 // own. An exchange is one *tick*: a rank publishes the tick once its data is in its slot, and the others wait for that.
 //
-// A rank that has published tick t has finished all exchanges before t. A slot is rewritten only when all others have
-// entered an exchange after the one in which they last read it.
+// A rank that has published tick t has finished all earlier exchanges. A slot is rewritten only when all others have
+// entered an exchange after their last read of it.
 //
 // Peers compare a tick's digest of the call before they read any data. Not thread-safe. The caller owns the segment.
 #pragma once
@@ -35,7 +35,7 @@ class HostGroup final : public Group {
     return data_offset(size) + static_cast<std::size_t>(rank) * rank_bytes(tuning_of(size));
   }
 
-  // For the local part of a group over several hosts. A rank that only sends then doesn't compare calls, as other hosts
+  // For the local part of a group over several hosts. A rank that only sends then doesn't compare calls: other hosts
   // may wait for it.
   void be_part() { is_part_ = true; }
 
@@ -67,17 +67,16 @@ class HostGroup final : public Group {
   // Consumes one tick. Waits only for ranks that are some 60 ticks behind.
   Status pass(double timeout_s);
 
-  // Lets ranks read inputs in place in their owners' arenas. Arenas have one capacity and outlive the group. A rank
-  // that can't map an input fails the call with kUnmapped.
+  // Lets ranks read inputs in place in their owners' arenas, which outlive the group. A rank that can't map an input
+  // fails the call with kUnmapped.
   void set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas);
 
-  // Areas of `ranks` consecutive ranks (NUMA nodes). Reductions of `from_bytes` and more (negative: the tuned size) go
-  // from area to area. Equal on all ranks, before the first call.
+  // Areas of `ranks` consecutive ranks. Reductions of `from_bytes` and more (negative: the tuned size) go from area to
+  // area. Equal on all ranks, before the first call.
   void set_areas(int ranks, std::int64_t from_bytes);
 
   std::uint64_t crossed_bytes() const { return crossed_bytes_; }
 
-  // May be null.
   void set_side_work(SideWork* side_work) { policy_.side_work = side_work; }
 
  private:

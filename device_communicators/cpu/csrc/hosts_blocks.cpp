@@ -206,8 +206,8 @@ Status HostsGroup::scatter(void* out, const void* in, std::size_t bytes, int src
   return finish();
 }
 
-// A rank whose blocks all have one size puts it in its heads. Others first send a table of what they send to and expect
-// from each rank, so that every rank finds a misfit.
+// A rank with blocks of one size puts it in its heads. Others first send a table of all their sizes, so that every rank
+// finds a misfit.
 Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                               double timeout_s) {
   if (!meshed_) return Status::kUnsupported;

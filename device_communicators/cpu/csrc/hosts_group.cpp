@@ -26,7 +26,7 @@ constexpr std::size_t kMostKept = 1 << 20;
 constexpr std::uint64_t kPieceBytes = 4 << 20;
 constexpr std::uint64_t kSmallBytes = 32 << 10;  // smaller neighbouring tensors are copied into one chunk
 
-// Of a rank that gave up after it had sent its part. Other messages are only polled.
+// A rank may give up after it had sent its part.
 void read_failure(Link& link) {
   if (!link.in.is_idle() || link.is_broken() || link.is_in_trouble()) return;
   CallRecord head;
@@ -236,7 +236,6 @@ Status HostsGroup::wait_sent(const std::vector<int>& ranks, std::uint32_t messag
 
 Status HostsGroup::finish() {
   RETURN_IF_FAILED(wait([&] { return connections_->is_idle(); }));
-  // A rank may have failed after it sent its part.
   for (const auto& link : connections_->links()) link->read_behind();
   Link* const failed = connections_->failed();
   return failed == nullptr ? Status::kDone : blame(*failed);
@@ -403,7 +402,7 @@ Status HostsGroup::at_home(Status status) {
     misfit_.from = rank_at(misfit_.from);
     misfit_.to = rank_at(misfit_.to);
   }
-  if (local_.reporter() >= 0) {  // its ranks are of the whole group
+  if (local_.reporter() >= 0) {
     return take_failure(local_.reporter(), local_.suspect(), status);
   }
   if (status == Status::kPeerDied && local_.suspect() == kOutside) return blame_dead();
@@ -445,7 +444,7 @@ Status HostsGroup::barrier(double timeout_s) {
 // Reveals mismatches within the host before this rank waits for another host.
 Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
 
-// A binomial tree; the root's parent is -1.
+// The root's parent is -1.
 void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) const {
   const int place = (host_ - root + hosts_) % hosts_;
   int step = 1;
@@ -473,7 +472,7 @@ void HostsGroup::cut(char* data, std::uint64_t bytes) {
   } while ((start += kPieceBytes) < bytes);
 }
 
-// The root is the source or, if only leads are connected, the lead of its host.
+// If only leads are connected, the root is the lead of the source's host.
 Status HostsGroup::send_to_all(std::uint64_t bytes, int src) {
   const int root_host = host_of_rank_[static_cast<std::size_t>(src)], root = meshed_ ? src : at(root_host);
   int parent = root_host;

@@ -1,12 +1,12 @@
 // The collectives of a group over several hosts: shared memory within a host, connections between hosts.
 //
-// The lowest rank of each host is its lead, through which small data passes. If all hosts have equally many ranks,
-// large data uses *lanes*: rank i of each host exchanges its share with rank i of the others. Blocks from rank to rank
-// are one message each. A large broadcast uses a tree of hosts.
+// The lowest rank of each host is its lead, which sends small data. If all hosts have equally many ranks, large data
+// uses *lanes*: rank i of each host exchanges its share with rank i of the others. Blocks from rank to rank are one
+// message each. A large broadcast uses a tree of hosts.
 //
 // Reductions combine the ranks of a host in order, then the hosts in order, so all ranks have the same bits. Sums and
-// products of 16-bit floats are sent as float32 and rounded once; as bfloat16 if the group is `rounded`. Ranks that
-// only send find a mismatch at their next message. While a rank waits, all messages of its call move.
+// products of 16-bit floats are sent as float32 (bfloat16 if the group is `rounded`) and rounded once. Ranks that only
+// send find a mismatch at their next message. While a rank waits, all messages of its call move.
 #pragma once
 
 #include <atomic>
@@ -51,7 +51,6 @@ class HostsGroup final : public Group {
   Status all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                     double timeout_s) override;
   Status all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) override;
-  // The first `heads` pieces are the head.
   static constexpr std::uint64_t kPackedBytes = 64 << 10;  // small tensors are sent with the head
   Status send_message(const std::vector<Piece>& pieces, int heads, double timeout_s);
   struct Taken {
@@ -165,7 +164,7 @@ class HostsGroup final : public Group {
   std::vector<std::vector<int>> ranks_;  // by host, sorted by leads
   std::vector<int> order_;
   int hosts_ = 0, host_ = 0, place_ = 0;
-  bool is_in_order_ = false;  // ascending
+  bool is_in_order_ = false;
   bool has_lanes_ = false;
   bool has_subtrees_ = false;  // the tree over the hosts' trees is the one over the ranks
   const std::unique_ptr<Connections> connections_;

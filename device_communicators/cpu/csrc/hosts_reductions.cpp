@@ -8,8 +8,8 @@
 namespace parallel_state {
 namespace {
 
-// A host that would send at most this much to all others sends everything in one round; above, each reduces a slice, in
-// two rounds.
+// Hosts that would send at most this much to all others do so, in one round. Above, each reduces a slice, in two
+// rounds.
 constexpr std::size_t kOneRoundBytes = 64 << 10;
 constexpr std::size_t kLeastChunk = 1 << 18, kMostChunk = 1 << 20, kChunks = 16;
 constexpr std::size_t kAlignment = 64;  // elements: whole cache lines
@@ -108,11 +108,11 @@ Status HostsGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeou
   return Status::kDone;
 }
 
-// In step s this host reduces chunk s and sends its part; combines the hosts' parts of chunk s - 1 (in two rounds only
-// its own slice) and sends that result; shares the result of chunk s - 2 within the host. Messages between two ranks
-// are P0, P1 R0, P2 R1, ...: parts P, and results R of chunks in two rounds. If `out` is `in`, another host's R
-// overwrites it only after that host has received this one's part. Memory of step s is reused in step s + 4: another
-// host's P of chunk s + 4 arrives after this one has combined chunk s + 1.
+// Step s: reduce chunk s within the host and send its part; combine the hosts' parts of chunk s - 1 (in two rounds only
+// the own slice) and send that result; share the result of chunk s - 2 within the host. Two ranks exchange P0, P1 R0,
+// P2 R1, ...: parts P, and results R of chunks in two rounds. In place, another host's R arrives only after that host
+// has received this one's part. Memory of step s is reused in step s + 4: another host's P of chunk s + 4 arrives after
+// this one has combined chunk s + 1.
 Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, const Reduction& how) {
   const std::size_t length = chunk_of(count), chunks = std::max<std::size_t>(1, (count + length - 1) / length);
   const bool small = count <= length && in_one_round(how, count), lanes = has_lanes_ && !small;
@@ -206,7 +206,6 @@ Status HostsGroup::reduce_all(char* out, const char* in, std::size_t count, cons
     if (moves && step >= 1 && step <= chunks) {
       const Chunk chunk = chunk_at(step - 1);
       RETURN_IF_FAILED(wait_from(peers_, part_numbers_[step - 1]));
-      // In place, the result overwrites what this rank sends.
       if (chunk.one_round && is_alone()) RETURN_IF_FAILED(wait_sent(peers_, sent_numbers_[step - 1]));
       const Cut own = cut(chunk, host_);
       const bool has_wide = how.widens && !is_alone();

@@ -9,7 +9,7 @@
 namespace parallel_state {
 namespace {
 
-std::atomic<bool> known{false};  // set (release) after `python` and `main_thread`; read (acquire) before them
+std::atomic<bool> known{false};  // release after `python` and `main_thread` are set, acquire before they are read
 Interpreter python;
 pthread_t main_thread;
 void* raised[3] = {nullptr, nullptr, nullptr};  // main thread only

@@ -16,11 +16,10 @@ void set_interpreter(const Interpreter& interpreter, unsigned long main_thread);
 
 SignalPipe& signal_pipe();
 
-// Runs Python's signal handlers, under the interpreter lock, if a signal may have arrived (`surely`: did arrive). True
-// if one raised.
+// Runs Python's signal handlers if a signal may have arrived (`surely`: did arrive). True if one raised.
 bool interrupted(bool surely);
 
-// Three references that the caller owns. Null in other threads.
+// The caller owns the three references. Null in other threads.
 void take_exception(void** type, void** value, void** traceback);
 
 }  // namespace parallel_state

@@ -1,6 +1,5 @@
 // A wait ends with the death or failure of any rank of the group: a living rank may wait for a dead one. A rank that
-// left on purpose ends only waits for that rank. The control plane's thread of any one rank writes exits to the group's
-// shared memory.
+// left on purpose ends only waits for that rank. Any rank's control plane writes exits to the group's shared memory.
 #pragma once
 
 #include <atomic>
@@ -26,7 +25,6 @@ struct alignas(64) Member {
   std::atomic<std::uint64_t> calls[4], misfit;
 };
 
-// One bit per rank, set by any rank, cleared by none.
 struct alignas(64) ReportedEnds {
   std::atomic<std::uint64_t> died{0};
   std::atomic<std::uint64_t> left{0};

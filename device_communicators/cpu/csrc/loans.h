@@ -1,6 +1,6 @@
 // Readers use tensors of a message in their sender's arena. A loan's word has a bit per reader, which the reader clears
-// (release) when done. At its next loan the sender takes back blocks whose words are zero (acquire). A killed reader's
-// bits stay set until its group ends.
+// (release) when done. The sender takes back blocks whose words are zero (acquire). A killed reader's bits stay set
+// until its group ends.
 #pragma once
 
 #include <atomic>

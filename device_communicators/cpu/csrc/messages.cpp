@@ -42,7 +42,7 @@ class Reading {
  public:
   Reading(OpenReader& open, double timeout_s) : open_(open), timeout_s_(timeout_s), started_ns_(now_ns()) {}
 
-  // The head must equal the first piece: a peer's bytes are compared, not parsed.
+  // A peer's bytes are compared with the first piece, not parsed.
   Outcome read(std::uint64_t number, const std::vector<Piece>& pieces) {
     QueueReader& end = open_.end;
     const Piece& head = pieces[0];
@@ -114,7 +114,7 @@ class Reading {
     const bool is_here = report.found != 0;
     report.found = 0;
     const QueueStatus status = is_here ? QueueStatus::kDone : open_.end.next(timeout_s_);
-    // No failure: the next call receives a message to this rank alone.
+    // The next call receives a message to this rank alone.
     if (status == QueueStatus::kInterrupted && number == 0) return false;
     return check(status);
   }

@@ -1,5 +1,5 @@
 // Messages: within a host through rings, between hosts over connections. Functions with a `Served` record and count the
-// message; for others the caller does. Thread-safe. The caller owns the pieces.
+// message. Thread-safe. The caller owns the pieces.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ enum class Outcome : int {
   kLeft = 0,
   kDone = 1,
   kNoRoom = 2,  // nothing has happened
-  kRaised = 3   // the taker has refused the message, which was received
+  kRaised = 3   // the taker refused the received message
 };
 
 // `method`: a number in TRANSFERS of user_call.py.
@@ -43,11 +43,10 @@ constexpr std::uint64_t kMostListHead = 4096;  // fits the first chunk of each q
 // As `wire.head_of_list`. False if the form isn't a digest of 32 hexadecimal digits, or the head is too long.
 bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& sizes, std::vector<char>* head);
 
-// The first `heads` pieces are its head.
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
 // Null if messages go through rings, or need Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// Unless it `waits`, it only starts to send. Returns as Transfers::start.
+// Returns as Transfers::start.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
 // Between hosts. The thread must have entered `handle`.

@@ -1,5 +1,6 @@
 // Sends return an Outcome, or kStarted + the number of a transfer. Receives return the object, or NotImplemented if
-// Python must receive it or raise. `self` is a `Python` of pack.h. Unless noted, the first argument is the group's key.
+// Python must receive it or raise. `self` is a `Python` of pack.h. Unless noted, arguments are the group's key, the
+// rank and the method of a message to one rank, or the word of a broadcast.
 
 #include <algorithm>
 #include <cstring>
@@ -183,14 +184,14 @@ Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) 
   return outcome;
 }
 
-// A head that the library can't decode goes to a Python hook, which returns addresses and sizes for the tensors.
+// A hook decodes heads that the library can't, and returns addresses and sizes for the tensors.
 class Received final : public Taker, private Tensors {
  public:
   static constexpr std::ptrdiff_t kArguments = 8;
 
-  // Maximum bytes of a head; size of the all-gather group, and a function that gathers a slice to a tensor; a dict of
-  // tensors to fill; whether tensors may be views; head and Form of the expected list of tensors; the hook. Missing
-  // ones are None or 0.
+  // The arguments; missing ones are None or 0. Maximum bytes of a head; size of the all-gather group, and a function
+  // that gathers a slice to a tensor; a dict of tensors to fill; whether tensors may be views; head and Form of the
+  // expected list; the hook.
   Received(const Python& python, void* const* given, std::shared_ptr<Handle> group)
       : python_(python),
         group_(std::move(group)),
@@ -431,7 +432,7 @@ class Received final : public Taker, private Tensors {
 #pragma GCC visibility push(default)
 extern "C" {
 
-void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  // …, dst, method, dict, form, head
+void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  // dict, form, head
   if (count != 6) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -442,7 +443,7 @@ void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  /
   return send(*served, {int_of(given[1]), int_of(given[2])}, true, false);
 }
 
-void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, dict, form, head
+void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // dict, form, head
   if (count != 5) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -453,7 +454,7 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-// …, dst, method, object, limit, slices, mine, whole, waits (between hosts)
+// object, limit, slices, mine, whole, waits (between hosts)
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const Python& python = python_of(self);
@@ -465,7 +466,7 @@ void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
   return send(*served, {int_of(given[1]), int_of(given[2])}, given[8] == python.true_object, true);
 }
 
-void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, object, limit
+void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // object, limit
   if (count != 4) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -475,7 +476,7 @@ void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t coun
   return answer(broadcast(python, *served, told_of(given[1]), true));
 }
 
-void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // …, src, method, head, list
+void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // head, list
   if (count != 5) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -490,7 +491,7 @@ void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // �
   return answer(outcome);
 }
 
-void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, head, list
+void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t count) {  // head, list
   if (count != 4) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -505,7 +506,7 @@ void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t coun
   return answer(outcome);
 }
 
-void* ps_receiving_value(void* self, void* const* given, std::ptrdiff_t count) {  // …, src, method, of Received
+void* ps_receiving_value(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 3 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -516,7 +517,7 @@ void* ps_receiving_value(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_t count) {  // …, word, of Received
+void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 2 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -527,8 +528,7 @@ void* ps_receiving_broadcast_value(void* self, void* const* given, std::ptrdiff_
   });
 }
 
-// The end, which the caller keeps open, the message's number, the timeout, the number of the group, and those of
-// Received.
+// The caller keeps the end open.
 void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 4 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -540,8 +540,7 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// transfers, dst, tag, the beginning of the head, the other pieces, how many of these belong to the head, the object
-// that owns the memory.
+// transfers, dst, tag, start of the head, other pieces, number of these in the head, owner of the memory.
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
@@ -575,7 +574,7 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(number);
 }
 
-// transfers, src, tag, the timeout in us, the number of the group, the address of a QueueReport, and those of Received.
+// transfers, src, tag, timeout in us, group's number, address of a QueueReport.
 void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -588,8 +587,7 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   });
 }
 
-// The group's number, the words of the call, the beginning of the head, the other pieces, how many of these belong to
-// the head. Returns a `Status`.
+// The group's number, the words of the call, start of the head, other pieces, number of these in the head.
 void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};
@@ -606,8 +604,7 @@ void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(static_cast<int>(status));
 }
 
-// The group's number, the words of the call, the source, the address of a QueueReport whose `broken` becomes the
-// `Status`, and those of Received.
+// The Status is in the report's `broken`.
 void* ps_group_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5 + Received::kArguments) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};

@@ -1,12 +1,12 @@
 // Each rank writes the memory of other ranks, and reads that of its host's ranks, without their help. Its arena has two
 // blocks per window: the memory, and a counter of signals per peer.
 //
-//   put copies, and fences                          later reads by ranks of the host see the bytes
-//   signal publishes the next number (release)      a peer whose `wait_signal` received it (acquire) sees earlier
-//                                                   writes of this rank, and of ranks whose signals it had received
+// put copies, and fences                          later reads by ranks of the host see the bytes
+// signal publishes the next number (release)      a wait that received it (acquire) sees earlier writes of this
+// rank, and of ranks whose signals it had received
 //
-// A wait receives one signal. Thread-safe. Between hosts, a put returns when its data may be changed, and a signal
-// arrives after earlier puts to the same rank.
+// Thread-safe. Between hosts, a put returns when its data may be changed, and a signal arrives after earlier puts to
+// the same rank.
 #pragma once
 
 #include <atomic>
@@ -44,7 +44,6 @@ class SharedWindow {
   Status put(int dst, std::int64_t first_element, std::int64_t elements, int dtype, const void* data, bool signals,
              Refusal* refusal);
   Status signal(int dst, Refusal* refusal);
-  // A timeout of 0 only polls.
   Status wait_signal(int src, double timeout_s, Refusal* refusal);
   Status memory_of(int rank, void** found, Refusal* refusal);
   double timeout_s() const { return handle_->timeout_s(); }
@@ -66,7 +65,6 @@ class SharedWindow {
   class Alive;
 
   std::shared_ptr<char> allocate(std::size_t bytes);
-  // `maps`: the call needs the rank's memory.
   Status check(int rank, const char* call, bool maps, Refusal* refusal) const;
   Status lost(int rank, Refusal* refusal) const;
   Status write(int dst, std::size_t offset, const void* data, std::size_t bytes, bool signals, const char* call,
@@ -87,7 +85,7 @@ class SharedWindow {
   std::atomic<bool> ended_{false};
 };
 
-// `window`: as in ps_window_put. The thread has the interpreter lock. Returns a Python int: the Status.
+// The thread has the interpreter lock. Returns a Python int: the Status.
 void* put_from_python(void* window, int dst, std::int64_t first_element, std::int64_t elements, int dtype,
                       const void* data, bool signals);
 

@@ -9,7 +9,7 @@ namespace {
 
 using namespace parallel_state;
 
-thread_local SharedWindow::Refusal refusal;  // of this thread's last call
+thread_local SharedWindow::Refusal refusal;
 
 constexpr std::int64_t kMostLocked = 8 << 10;  // elements, which a core copies in a few microseconds
 
@@ -69,7 +69,6 @@ int ps_window_memory(void* window, int rank, void** found) {
   return static_cast<int>(shared(window)->memory_of(rank, found, &refusal));
 }
 
-// The suspect, its reporter and status; the words of its TransferFailure; the text.
 void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
   words[0] = refusal.loss.rank;
   words[1] = refusal.loss.reporter;
@@ -89,7 +88,6 @@ void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
                          pointer_of(given[5]), word(6) != 0);
 }
 
-// window, dst.
 void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 2) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));

@@ -1,5 +1,5 @@
-// Each call into an open end takes a turn. A call that bypasses Python falls back to it if the turn isn't free, a
-// message is half written or half read, or Python's messages go first.
+// Calls into an open end take turns. A call that bypasses Python falls back to it if the turn isn't free, a message is
+// half written or half read, or Python's messages go first.
 #pragma once
 
 #include <pthread.h>

@@ -367,7 +367,6 @@ Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out
   *out = empty(served, x.sizes(), x);
   const bool sends = served.handle().rank() == src;
   const Tensor given = sends ? x.resolve_conj().resolve_neg().contiguous() : x;
-  // The source copies to its own result afterwards.
   void* const data = sends ? const_cast<void*>(given.const_data_ptr()) : out->mutable_data_ptr();
   const Told told = tell(Method::kBroadcast, x, -1, -1, src);
   const Carried carried = carry(served, Counted::kBroadcast, x, told, [&](Group& self, double timeout_s) {

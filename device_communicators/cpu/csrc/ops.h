@@ -1,5 +1,5 @@
 // Collectives and transfers on a compiled group, without the interpreter lock. An undefined `out` becomes the result;
-// another is a contiguous tensor of the result's sizes and dtype. C++ exceptions are torch's own.
+// another has the result's form. C++ exceptions are torch's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,9 +31,7 @@ Carried reduce_scatter(Served& served, const Tensor& x, std::int64_t dim, string
 Carried reduce_scatterv(Served& served, const Tensor& x, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
                         Tensor* out);
 Carried all_to_all(Served& served, const Tensor& x, Splits output_splits, Splits input_splits, Tensor* out);
-// `out` stays undefined on ranks other than `dst`.
 Carried gather(Served& served, const Tensor& x, std::int64_t dim, std::int64_t dst, Tensor* out);
-// `x` is undefined on ranks other than `src`.
 Carried scatter(Served& served, const Tensor& x, at::IntArrayRef sizes, at::ScalarType dtype, std::int64_t dim,
                 std::int64_t src, Tensor* out);
 Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out);

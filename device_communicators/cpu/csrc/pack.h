@@ -1,12 +1,12 @@
 // Encodes a Python object as the bytes of a message, equal to those of `wire.encode`, and lists its tensors:
 //
-//   header    32 bytes: magic, kind, slices, tensors, unused, bytes of the body, bytes of the tensors
-//   metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
-//   slices    for each tensor whether a slice of it is sent
+// header    32 bytes: magic, kind, slices, tensors, unused, bytes of the body, bytes of the tensors
+// metadata  format version, length of the table; table: [dtype, shape, device type] of each tensor; the object
+// slices    for each tensor whether a slice of it is sent
 //
 // Header and metadata are little-endian; table and object are msgpack. Other types than None, bool, int, float, str,
 // bytes, list, dict and plain CPU tensors, and tensors that occur twice, are left to Python. The caller holds the GIL.
-// No Python code runs meanwhile.
+// No Python code runs.
 #pragma once
 
 #include <cstddef>
@@ -66,7 +66,6 @@ struct Python {
   void* (*dict_item)(void*, void*);            // borrowed; null without an error
   int depth;
   void (*hold)(void*);
-  // For unpack.h:
   void* (*make_text)(const char*, std::ptrdiff_t, const char*);
   void* (*make_bytes)(const char*, std::ptrdiff_t);
   void* (*make_integer)(long long);
@@ -80,7 +79,7 @@ struct Python {
   const void* none_object;
   const void* false_object;
   const void* not_implemented;
-  const std::int64_t* dtype_bytes;  // by number
+  const std::int64_t* dtype_bytes;
   // `group`: a `shared_ptr<Handle>*`, or null. Return a new reference; null without memory. Both are null in the plain
   // build.
   void* (*make_tensor)(const void* group, TensorForm*, void* (*wrap)(const void*));
@@ -105,13 +104,12 @@ struct Form {
   void* keys;                  // a tuple of str
   const std::int64_t* layout;  // of each: dtype, number of dims, sizes
   std::int64_t count;
-  std::int64_t words;  // of the layout
+  std::int64_t words;
   std::int64_t entries;
 };
 
 bool is_among(const void* type, const void* const* types, std::ptrdiff_t count);
 
-// A borrowed reference.
 const void* type_of(const Python& python, void* object);
 
 class Bytes {
@@ -125,7 +123,6 @@ class Bytes {
   std::size_t size() const { return size_; }
   char* data() const { return data_; }
   void trim(std::size_t most);
-  // Null without memory.
   char* add(std::size_t bytes);
 
  private:
@@ -143,7 +140,6 @@ class Packer {
   bool pack(const Python& python, void* object, int depth, std::uint64_t limit, const Cut& cut = {});
   // For a message whose head is known. False if the list is left to Python.
   bool gather(const Python& python, void* list, Piece head);
-  // False if the dict hasn't this form.
   bool gather(const Python& python, void* dict, const Form& form, Piece head);
 
   // Long texts and bytes of the object are pieces of the head.

@@ -3,8 +3,7 @@
 
 namespace {
 
-// Lists as keys of maps, and many numbers, can be chosen to collide: building a dict then takes quadratic time,
-// uninterruptibly.
+// Lists as keys, and many numbers, can be chosen to collide: a dict then takes uninterruptible quadratic time.
 class KeyCheck {
  public:
   KeyCheck(std::uint64_t nested, std::uint64_t most) : nested_(nested), most_(most) {}

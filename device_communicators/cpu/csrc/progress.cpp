@@ -59,7 +59,7 @@ thread_local int callbacks = 0;
 
 class Progress {
  public:
-  // A forked child gets its own: the parent's threads are missing, and its lock may be held.
+  // The parent's threads are missing in a forked child, and its lock may be held.
   static Progress& get(bool polls) {
     std::atomic<Progress*>& current = all()[polls ? 1 : 0];
     Progress* found = current.load(std::memory_order_acquire);
@@ -128,7 +128,7 @@ class Progress {
     try {
       std::thread([this] { serve(); }).detach();  // blocks until the lock is released
       ++servers_;
-    } catch (const std::system_error&) {  // callers that wait move, and the next one tries again
+    } catch (const std::system_error&) {  // a waiting caller moves it; the next one tries again
     }
   }
 
@@ -224,7 +224,7 @@ class Progress {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<Movable>> listed_;
-  int servers_ = 0;  // threads outside callbacks
+  int servers_ = 0;
   bool sleeps_ = false;
 };
 

@@ -1,5 +1,5 @@
 // One thread moves started transfers over rings, one those over connections, while no caller waits for them. They nap
-// up to 1 ms while nothing moves, and after some 20 ms sleep until an entry can continue.
+// up to 1 ms while nothing moves, and after some 20 ms sleep.
 #pragma once
 
 #include <poll.h>
@@ -43,7 +43,6 @@ class Movable {
 // The caller must not hold locks that `has_left` or `fall_asleep` take.
 void keep_moving(const std::shared_ptr<Movable>& movable);
 void wake_progress();
-// Of all processes.
 void wake_sleepers(std::uint32_t* word);
 
 // On a progress thread, for a callback that may block: another thread takes over.

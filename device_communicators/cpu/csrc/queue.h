@@ -1,11 +1,11 @@
 // Messages from one rank to others on the same host, through a ring of chunks in shared memory. Chunk n (from 1) is in
 // slot (n - 1) % chunks. The writer publishes the last chunk that it wrote, each reader the last that it read:
 //
-//   the writer writes chunk n   once every reader has published n - chunks
-//   a reader reads chunk n      once the writer has published n
+// the writer writes chunk n   once every reader has published n - chunks
+// a reader reads chunk n      once the writer has published n
 //
-// tests/internals/queue_model.py explores this protocol under these names. Not thread-safe: one call at a time per end.
-// The caller owns the memory.
+// tests/internals/queue_model.py explores this protocol. Not thread-safe: one call at a time per end. The caller owns
+// the memory.
 #pragma once
 
 #include <atomic>
@@ -53,15 +53,15 @@ static_assert(sizeof(ChunkHeader) == 64, "one cache line");
 // The words of native.QueueReport.
 struct QueueReport {
   std::int64_t suspect = -1;
-  std::int64_t total_bytes = 0;  // these four: found by `ps_queue_take`
+  std::int64_t total_bytes = 0;  // these four: set by `ps_queue_take`
   std::int64_t head_bytes = 0;
   std::int64_t fingerprint = 0;
   std::int64_t left_bytes = 0;
   std::int64_t reporter = -1;  // after kGivenUp, with its status of group.h
   std::int64_t reason = 0;
   std::atomic<std::int64_t> reserved{0};  // nonzero: the next message is Python's
-  std::int64_t found = 0;                 // 1: the next message was left to Python
-  std::int64_t broken = 0;                // status of a failed call
+  std::int64_t found = 0;
+  std::int64_t broken = 0;  // status of a failed call
   std::int64_t elapsed_us = 0;
   std::atomic<std::int64_t> holder{0};  // pthread_self in the turn; 0: none
 };
@@ -77,7 +77,6 @@ class RingEnd : public Losses {
   int writer() const { return ranks_[0]; }
   int suspect() const { return suspect_; }
   const Loss& given_up() const { return lost_; }
-  // The counter that a timed-out call waited for; null before.
   Counter* awaited(std::uint64_t* target) const { return *target = awaited_target_, awaited_; }
 
  protected:
@@ -129,7 +128,6 @@ class QueueWriter : public RingEnd {
   bool fit(const Piece* pieces, int count, int heads);
   void write(std::uint64_t fingerprint);
   void drop();
-  // Only while no message is half written.
   bool has_room(std::uint64_t bytes);
   std::uint64_t written() const { return written_; }
 
@@ -160,7 +158,6 @@ class QueueReader : public RingEnd {
   // Lets the writer lend tensors, until one is read instead of borrowed.
   void want_loans(bool wanted);
 
-  // The previous message must have been read completely.
   QueueStatus next(double timeout_s);
   // A null address skips bytes. Lent tensors are copied and given back.
   QueueStatus read(const Piece* pieces, int count, double timeout_s);

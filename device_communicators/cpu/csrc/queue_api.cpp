@@ -106,7 +106,7 @@ void serve(OpenEnd<End>* open, std::uint64_t group, std::uint64_t* broadcasts, A
 // False if a thread uses the end, whose memory must then stay.
 template <typename End>
 bool close(OpenEnd<End>* open) {
-  const std::shared_ptr<OpenEnd<End>> last = open->itself;  // outlives the turn
+  const std::shared_ptr<OpenEnd<End>> last = open->itself;
   const InTurn<End> turn{*open};
   if (!turn) return false;
   open->closed = true;
@@ -211,8 +211,7 @@ int ps_pack(void* object, const void* python, int depth, std::uint64_t limit, st
   return 1;
 }
 
-// This thread's last message: `counts[0]` pieces of the head, then the tensors. `objects` gets the `counts[1]` objects
-// kept alive, which the caller releases. Null `pieces` frees the memory for the next message.
+// This thread's last message. The caller releases `objects`. Null `pieces` frees the memory for the next message.
 int ps_packed(Piece* pieces, int most, int* counts, void** objects) {
   Packer& packed = packer();
   if (pieces == nullptr) {

@@ -1,6 +1,6 @@
 // Element-wise reduction of several sources, in their order; kTreeSum adds the sums of the sources' halves, each added
 // in the same way. 16-bit floats are accumulated in float32 and rounded once. Integers wrap; their averages are divided
-// toward zero. Bits are equal with every instruction set and floating-point state, but a NaN may be any NaN. The max of
+// toward zero. Bits are equal with every instruction set and floating-point state, except those of NaNs. The max of
 // zeros is +0 unless all are -0; the min is -0 unless all are +0.
 #pragma once
 
@@ -19,8 +19,8 @@ using ReduceFunction = void (*)(void* const* outs, int out_count, const void* co
                                 std::size_t count);
 
 // A source whose bit of `wide` is set is the result of an earlier part, in the accumulator's type. `out` gets that
-// type, or the finished result if `total`, the number of inputs in all parts, isn't 0. Bits equal those of one
-// reduction if each part begins with the result of the earlier ones. At most 64 sources.
+// type, or the finished result if `total`, the number of inputs in all parts, isn't 0. Parts that begin with the result
+// of the earlier ones give the bits of one reduction. At most 64 sources.
 using PartFunction = void (*)(void* out, const void* const* sources, std::uint64_t wide, int source_count,
                               std::size_t count, int total);
 PartFunction part_function(Dtype dtype, ReduceOp op);
@@ -29,7 +29,6 @@ std::size_t wide_size_of(Dtype dtype);
 
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op);
 
-// Null if this processor lacks the instruction set.
 ReduceFunction reduce_function(Dtype dtype, ReduceOp op, const char* instruction_set);
 
 // Finishes one row, given its sum. Null for other dtypes than floats of 16 or 32 bits.

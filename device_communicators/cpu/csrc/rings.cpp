@@ -57,7 +57,6 @@ bool Rings::is_inside(int peer, bool sends) const {
   return pthread_equal(end.holder.load(std::memory_order_relaxed), pthread_self());
 }
 
-// Null without memory, which a writer allocates.
 char* Rings::open(int src, int dst, bool writes, char** control) {
   const std::uint64_t index = (static_cast<std::uint64_t>(src) * size_ + dst) * places_.kinds;
   const RingShape shape{places_.chunk_bytes, places_.chunks, 1};
@@ -378,7 +377,7 @@ Transfers::Moved Rings::move_for(Transfer* transfer, std::int64_t until_ns) {
   return call.sends != 0 ? push(call.peer, slice_s, transfer) : pull(call.peer, slice_s, transfer);
 }
 
-// What was sent before is in the ring; another thread may be reading it.
+// Earlier sends are in the ring; another thread may be reading it.
 bool Rings::read_last(const Transfer& transfer, int from, int end) {
   for (int peer = from; peer < end; ++peer) {
     if (peer != rank_ && (transfer.call.sends != 0 ? push(peer, 0) : pull(peer, 0)) == Moved::kBusy) return false;

@@ -1,5 +1,5 @@
 // With its first tick of a call a rank publishes whether (a flag in the note) and where its input is in its arena. If
-// any input is shared, a closing tick ends the call, so that no rank writes to its tensor before all have read it.
+// any input is shared, a closing tick ends the call: no rank writes to its tensor before all have read it.
 #include <algorithm>
 #include <memory>
 
@@ -14,7 +14,6 @@ void HostGroup::set_arenas(const std::vector<std::unique_ptr<Windows>>& arenas) 
   has_arenas_ = true;
 }
 
-// Call it before the first tick.
 std::uint64_t HostGroup::offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes) {
   if (!has_arenas_ || in_bytes <= tuning_.symmetric_slots_bytes) return 0;
   const std::uint64_t in_at = arenas_[rank_]->offset_of(in, in_bytes);
@@ -64,7 +63,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
   for (int rank = 0; rank < size_; ++rank) {
     private_out = private_out || lines_[rank].out_at.load(std::memory_order_relaxed) == kPrivate;
   }
-  if (private_out) {  // every rank reduces everything, and writes in place after all have read
+  if (private_out) {  // each rank reduces everything, and writes in place after all have read
     std::unique_ptr<char[]> kept(out == inputs.at[rank_] ? new char[bytes] : nullptr);
     void* const to = kept == nullptr ? out : kept.get();
     reduce(&to, 1, sources, size_, count);

@@ -8,7 +8,6 @@
 
 namespace parallel_state {
 
-// Readable once Python's signal handler has run.
 struct SignalPipe {
   std::atomic<int> reader{-1};
   std::atomic<std::uint64_t> inode{0};

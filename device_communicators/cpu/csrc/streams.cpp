@@ -20,7 +20,7 @@ constexpr std::uint64_t kMostAnnounced = 1 << 20;
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 1024;              // the kernel's maximum
 constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
-constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: what a dead rank sent may still come
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
 constexpr char kEnded[] = "a call of this rank in this group failed";
 
 constexpr TransferUser kNobody{nullptr, nullptr, nullptr};  // the caller's memory stays until its call returns
@@ -118,13 +118,13 @@ class Streams::Stream {
   int striped_ = 0;
   int stripes_left_ = 0;
   std::string error_;
-  const char* stopped_ = nullptr;  // if this rank ended the connection
-  std::string broken_;             // nothing can be written; data may still be readable
+  const char* stopped_ = nullptr;
+  std::string broken_;  // can't be written; data may still be readable
   std::deque<Outgoing> sends_;
   ByTag<Awaited> answers_;
   ByTag<Asked> asked_;  // receives that wait for announced bodies
   const std::uint64_t early_limit_;
-  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once; how many of these the peer has received
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once; received by the peer of these
   std::uint64_t taken_bytes_ = 0;                      // received of those sent at once
   std::uint64_t kept_bytes_ = 0;
   std::uint64_t announced_ = 0;  // that no receive has matched
@@ -132,7 +132,7 @@ class Streams::Stream {
   std::size_t begin_ = 0, end_ = 0;
   bool in_body_ = false;
   bool in_head_ = false;
-  bool asks_ = false;  // the taker of `reading_` looks at it, and nothing is read
+  bool asks_ = false;  // nothing is read until the taker of `reading_` returns
   Pieces missing_;
   Held reading_;
   Early early_;
@@ -400,7 +400,7 @@ void Streams::Stream::parse() {
   }
 }
 
-// The peer sent something that no rank of this version sends.
+// No rank of this version sends such bytes.
 bool Streams::Stream::refuse() {
   done->failure.status = static_cast<std::int64_t>(QueueStatus::kMalformed);
   done->failure.peer = done->failure.suspect = rank;

@@ -10,7 +10,7 @@
 // receive. The sender waits for that, so it fails too if the forms differ. A smaller message is done when the kernel
 // has the bytes.
 //
-// Windows are memory that ranks of other hosts write to. The thread that reads a put writes its body to its place, then
+// Windows are memory that ranks of other hosts write to. The reading thread writes a put's body to its place, then
 // counts its signals: a rank that has taken a signal sees its sender's earlier puts. While a window is open, the
 // progress thread reads all connections. A put outside of an open window fails the group.
 //
@@ -58,13 +58,13 @@ class Streams final : public Transfers {
   // Keeps the memory until `close_window`. The other ranks need the number.
   std::uint32_t open_window(std::shared_ptr<char> memory, std::uint64_t bytes);
   void close_window(std::uint32_t number);
-  // This and the following return how their wait ended. `put` ends once the kernel has the bytes.
+  // Returns how the wait ended, as do the following. `put` ends once the kernel has the bytes.
   int put(int dst, std::uint32_t window, std::uint64_t offset, const void* data, std::uint64_t bytes, bool signals,
           double timeout_s);
   // At its timeout nothing fails; at 0 it only polls.
   int take_signal(int src, std::uint32_t window, double timeout_s);
-  // Every rank must call this. When it returns, all earlier puts have arrived. `windows`: the number of each rank's
-  // window, or 0 for a rank without a connection.
+  // Collective. When it returns, all earlier puts have arrived. `windows`: the number of each rank's window, or 0 for a
+  // rank without a connection.
   int await_puts(std::uint32_t own, const std::vector<std::uint32_t>& windows, double timeout_s);
 
   // For tests: bytes kept for later receives, bytes sent at once, received of these, and taken.
@@ -124,7 +124,7 @@ class Streams final : public Transfers {
   const std::uint64_t striped_bytes_;
   const int wake_;                                  // an eventfd; -1: none
   std::atomic<bool> polls_{false}, sleeps_{false};  // a thread moves all connections; it is in `poll`
-  std::vector<pollfd> polled_;                      // of the polling thread
+  std::vector<pollfd> polled_;
   std::atomic<std::int64_t> noticed_ns_{0};
   std::atomic<bool> has_unsent_{false};           // answers without room in the kernel's buffer
   std::mutex streams_mutex_;                      // taken before mutex_

@@ -52,10 +52,9 @@ struct TransferCall {
 };
 constexpr int kMessageDtype = 1 << 20, kWindowDtype = kMessageDtype + 1;
 
-// kInsideTransfer: this thread, in a signal handler, would wait for what the handler interrupted.
+// kInsideTransfer: this thread, in a signal handler, would wait for the interrupted call.
 constexpr std::int64_t kDoneTransfer = 0, kRefusedTransfer = -1, kInsideTransfer = -2;
 
-// kInterruptedTransfer: a signal handler raised.
 constexpr int kEndedTransfer = 0, kFailedTransfer = 1, kLateTransfer = 2, kInterruptedTransfer = 3, kInsideWait = 4;
 constexpr int kLeftMessage = 5;  // the taker left it to the next receive
 

@@ -1,6 +1,6 @@
 // Transfers between the ranks of a group. If one fails, all open ones fail, and none can be started. A waiting caller
-// moves the group's transfers itself; otherwise the process's progress thread does. Thread-safe. The memory of a
-// transfer is borrowed until `release`.
+// moves the group's transfers; otherwise the progress thread does. Thread-safe. The memory of a transfer is borrowed
+// until `release`.
 #pragma once
 
 #include <algorithm>
@@ -61,7 +61,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   void break_off(Number number);
   // After an abandoned wait. All others fail too if the transfer has moved bytes, or if `ends_all`.
   void interrupt(Number number, bool ends_all);
-  // A message may have several transfers.
   virtual bool end_together() const { return false; }
 
   // In one step with the tag of `serve`, for callers without Python. kLeft: the caller continues with `start`.
@@ -71,7 +70,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Calls `data` and `begins` before it waits.
   virtual Outcome receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
                               const std::function<void()>& begins, const std::function<void*()>& data) = 0;
-  // Once, before `send_now` and `receive_now`.
   void serve(int tag) { served_tag_ = tag; }
 
   virtual bool carries_messages() const { return false; }
@@ -90,14 +88,12 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool is_reserved(int src) const { return reserved_[static_cast<std::size_t>(src)] != 0; }
 
   bool is_foreign() const;  // true in a process forked from the owner
-  // False if nothing has failed.
   bool failure(TransferFailure* found);
   std::string failure_text();
   // This thread is moving bytes to or from `peer`, or is in a signal handler that interrupted that.
   virtual bool is_inside(int peer, bool sends) const = 0;
   int waiting_sends(int dst);
 
-  // Because a call of this rank failed.
   void abandon();
   bool drain(double timeout_s);
   // Fails open transfers with kClosed. False if a thread is still in a queue: the memory must stay then.
@@ -153,7 +149,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::vector<Held> transfers;
     TransferFailure failure;  // valid if its status isn't 0
     std::string text;
-    Held first;         // may be null
+    Held first;
     bool asks = false;  // a waiter must show a message's head to its taker
   };
   enum class Moved { kBusy, kIdle, kSome, kInterrupted, kSignal };
@@ -179,7 +175,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   // `early`: the whole message if it arrived before; else null.
   virtual void begin(const Held& transfer, const Early& early) = 0;
-  // Without waiting. True if anything moved.
+  // Doesn't wait. True if anything moved.
   virtual bool move_all() = 0;
   // Until the transfer has ended or `until_ns`. kBusy: another thread moves it. kSignal: the caller runs its handler;
   // other threads can move meanwhile.

@@ -166,7 +166,7 @@ int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(
 // 0: a thread is still in a queue, whose memory must stay.
 int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
 
-// transfers, sends, peer, tag, dtype, address, bytes, owner of the memory.
+// As `call_of`, then the owner of the memory.
 void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 8) return nullptr;
   const TransferCall call = call_of(given, given[7]);
@@ -191,8 +191,7 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// transfers, number, timeout in us. If a signal handler ends the wait, the transfer continues, unless all transfers end
-// together.
+// Timeout in us. If a signal handler ends the wait, the transfer continues, unless all transfers end together.
 void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<Transfers> transfers = shared(given[0]);
@@ -205,7 +204,7 @@ void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {  // transfers, number
+void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 2) return nullptr;
   const std::shared_ptr<Transfers> transfers = shared(given[0]);
   const std::uint64_t number = number_of(given[1]);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::int64_t kSliceNs = 20'000'000;
 constexpr std::int64_t kBusySliceNs = 1'000'000;
-constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // if a wake-up may be lost
+constexpr std::int64_t kUnsureSliceNs = 1'000'000;  // a wake-up may be lost
 constexpr int kProbes = 8;                          // a rank about to publish does so within 100 ns
 constexpr int kSpinsPerLook = 32;                   // reading the clock costs as much as a pause or two
 constexpr int kYieldsToNeighbour = 100;
@@ -46,7 +46,7 @@ bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
 // This thread's next waits that sleep without yielding: beside a foreign process on the core, a yielding rank waits for
-// its time slice (1.9 ms a call against 0.2). Tried again after twice as many waits.
+// its time slice (1.9 ms a call against 0.2). Doubled while this continues.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
@@ -119,8 +119,8 @@ void Counter::own() {
   fences.store(barriers ? 0 : 1, std::memory_order_relaxed);
 }
 
-// The store of the value and the check for sleepers must not be reordered. A fence here would wait for the slot's lines
-// from other cores: 0.4 us of 2.1 at 8 KiB. So the sleeper makes all cores pass a barrier.
+// The store of the value and the check for sleepers must not be reordered. A fence here would cost 0.4 us of 2.1 at 8
+// KiB, so the sleeper makes all cores pass a barrier.
 void Counter::publish(std::uint64_t next, std::uint64_t note) {
   // Release: a rank that sees this note also sees the value before it.
   notes[next % kNotes].store(note, std::memory_order_release);

@@ -9,11 +9,10 @@ namespace parallel_state {
 class SideWork {
  public:
   virtual ~SideWork() = default;
-  // False if nothing is left to do.
   virtual bool advance() = 0;
 };
 
-// With more ranks than cores, a spinning rank holds the core that the awaited rank needs: spin a few us, then yield.
+// With more ranks than cores, a spinning rank may hold the core of the awaited rank: spin a few us, then yield.
 struct WaitPolicy {
   std::int64_t spin_ns = 100'000;
   std::int32_t yields = 0;
@@ -45,7 +44,7 @@ class Deadline {
   std::int64_t at_ns_ = 0;
 };
 
-// In shared memory, alone on two cache lines (adjacent lines are prefetched in pairs). Only grows.
+// Alone on two cache lines: adjacent lines are prefetched in pairs. Only grows.
 struct alignas(128) Counter {
   static constexpr std::uint64_t kNotes = 4;
   static constexpr std::uint64_t kFlag = 1ULL << 47;
