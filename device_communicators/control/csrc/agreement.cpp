@@ -1,7 +1,6 @@
 // Agreements among members of a world, and questions for a status.
 //
-// An answer promises to ignore lower ballots. So a new decider finds each verdict that a survivor received, and one
-// that it doesn't find is never accepted later.
+// An answer promises to ignore lower ballots. So a new decider finds each verdict that a survivor received.
 #include <algorithm>
 #include <utility>
 
@@ -10,11 +9,11 @@
 namespace parallel_state::control {
 namespace {
 
-// Maximum of all values of agreements that were not called here.
+// For agreements that were not called here, together.
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
-// Number of finished agreements that are kept, even if members aren't done.
+// Finished agreements that are kept, even if members aren't done.
 constexpr std::size_t kMostKept = 256;
-// Lifetime of an agreement that is known only from a decider's question.
+// For an agreement that is known only from a decider's question.
 constexpr Nanos kAskedTime = 600 * kSecond;
 
 Bytes encode(const Message& message) {
@@ -156,7 +155,6 @@ void Core::send_round(int connection, FrameKind kind, const Message& message) {
   act(Action::kSend, connection).bytes = round_frame(kind, message);
 }
 
-// Returns false if the frame is malformed.
 bool Core::on_round(int connection, const Frame& frame) {
   Message message;
   if (!decode(frame, &message)) return false;
@@ -178,7 +176,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   if (!sits(members) || !contains(members, self_)) return false;
   if (message.verdict != nullptr && !fits(*message.verdict, members)) return false;
   const bool costs = !is_known || (!found->second.called && frame.kind == FrameKind::kValue);
-  // Without room the frame is dropped: the sender's call ends as undecided, with this process as the culprit.
+  // The sender's call then ends as undecided, with this process as the culprit.
   if (costs && !has_room(message.value.size() + (is_known ? 0 : members.size() * sizeof(Round::Seat)))) return true;
   take(connection, frame.kind, &message, is_known ? &*found : open_round(message.key, message.members));
   return true;

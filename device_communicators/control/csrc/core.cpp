@@ -8,7 +8,7 @@
 namespace parallel_state::control {
 namespace {
 
-// Unidentified connections. More are allowed early, when all ranks may dial at once.
+// Unidentified connections. Early, all ranks may dial at once.
 constexpr std::size_t kMostStrangers = 256, kMostEarlyStrangers = 1024;
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
@@ -18,7 +18,6 @@ std::uint64_t entry_digest(Proc proc, const End& end) {
   return digest.value();
 }
 
-// A sum: a changed entry replaces only its own digest.
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
   for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
@@ -119,7 +118,7 @@ void Core::handle(const Event& event) {
     case Event::kBoard: {
       Ends ends;
       if (!decode(event.bytes, &ends)) break;
-      // A domain's first process that lists itself and this one as left sends one farewell for both.
+      // One farewell of a domain's first process can report both processes.
       const auto has_left = [&](Proc proc) {
         const auto at = std::lower_bound(ends.begin(), ends.end(), proc, is_before);
         return at != ends.end() && at->first == proc && at->second.flags == kLeft;
@@ -184,7 +183,7 @@ void Core::report(Proc proc, std::uint8_t flags, const std::string& text) {
   if (flags != 0) join({{proc, {flags, self_, text.substr(0, kMostTextBytes)}}}, Source::kOwn);
 }
 
-// Neither source needs forwarding: a peer sends its state to all leads, and the domain reads each board.
+// No forwarding: a peer sends its state to all leads, and the domain reads each board.
 void Core::join(const Ends& other, Source source) {
   auto at = ends_.begin();
   for (const auto& [proc, end] : other) {
@@ -329,7 +328,7 @@ void Core::on_accepted(const Event& event) {
     if (!is_stranger(link)) continue;
     if (strangers++ == 0 || link.opened < links_.at(oldest).opened) oldest = connection;
   }
-  // A handshake takes milliseconds: the oldest is the least likely to complete.
+  // The oldest handshake is the least likely to complete.
   if (strangers >= (roster_ == nullptr ? kMostEarlyStrangers : kMostStrangers + roster_->members.size())) {
     refuse(oldest, "too many unidentified connections, and this is the oldest");
   }
@@ -421,7 +420,6 @@ bool Core::on_identity(int connection, const Frame& frame) {
   }
   if (!link.dialed) {
     Peer& peer = peers_[frame.from];
-    // A dialer's newest connection replaces its older one.
     if (peer.in >= 0) close(peer.in);
     peer.in = connection;
   }
@@ -555,8 +553,8 @@ void Core::try_leave() {
   left_ = true;
 }
 
-// A lead waits for its domain, so that one farewell reports all. Then it dials: if the rest of its domain exits before
-// the next lead connects, no process knows that this one left.
+// A lead waits for its domain, so that one farewell reports all. Then it dials: no process may know of the farewell if
+// the rest of its domain exits before the next lead connects.
 bool Core::owes_farewell() {
   if (!leading_ || farewell_sent_ || now_ >= leaving_ || watches_.size() == 1) return false;
   const auto& mates = own_domain();
@@ -575,8 +573,8 @@ bool Core::owes_farewell() {
   return owes;
 }
 
-// Shifts all clocks by a pause of this process. No peer is judged within `settle`, so that received bytes are read
-// first. Clocks that restarted would, with repeated pauses, delay judgments forever.
+// Shifts all clocks by a pause. No peer is judged within `settle`, so that received bytes are read first. Repeated
+// pauses would delay judgments forever if clocks restarted.
 void Core::excuse(Nanos late) {
   const auto shift = [&](Nanos* since, Nanos patience) {
     *since = std::min(std::max(*since + late, now_ - patience + config_.settle), now_);
@@ -613,7 +611,6 @@ bool Core::is_stale(int index) const {
   return now_ - seen > config_.stale || (is_alert() && now_ - std::max(seen, alert_) > config_.stale * 2 / 5);
 }
 
-// The lowest living process, or a higher one if all lower ones are stale.
 bool Core::is_lead() const {
   if (is_dead(self_)) return false;
   for (const int index : own_domain()) {
@@ -623,8 +620,8 @@ bool Core::is_lead() const {
   return true;
 }
 
-// A lead that acted goes on until it has bytes from each domain after the return of the lower process. So the limits of
-// both overlap; else a domain that exited before would have the limit twice.
+// A lead that acted continues until it has bytes from each domain after the lower process returned. Otherwise a domain
+// that exited before would get the limit twice.
 bool Core::may_not_yield() const {
   if (!leading_ || is_dead(self_)) return false;
   for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
@@ -755,13 +752,13 @@ void Core::tend_domain(int domain) {
   }
   if (watch.hunt >= 0) judge_refused(domain);
   if (now_ >= watch.dial_at) {
-    if (watch.linked && watch.hunt < 0) start_hunt(domain);  // connected, but silent
+    if (watch.linked && watch.hunt < 0) start_hunt(domain);
     dial_domain(domain);
   }
   wake_by(watch.dial_at);
 }
 
-// A leaving process judges only in a hunt that began before: later refusals may be of processes that leave with it.
+// A leaving process judges only in an earlier hunt: later refusals may be of processes that leave with it.
 void Core::judge_refused(int domain) {
   if (watches_[domain].hunt + config_.settle >= waits_until_) return;
   for (const int index : roster_->domains[domain]) {
@@ -772,7 +769,6 @@ void Core::judge_refused(int domain) {
   }
 }
 
-// Dials the lowest living process; during a hunt, all of them.
 void Core::dial_domain(int domain) {
   Watch& watch = watches_[domain];
   watch.dial_at = now_ + config_.patience;

@@ -1,13 +1,13 @@
 // The control plane of one process as a value without I/O. docs/protocol.md describes the frames and a takeover.
 //
 // The driver passes every event to `step`, carries out the actions, and calls `step` again by `wake_at`. It promises:
-//   - Bytes of a connection arrive in order. After kClose or kClosed nothing more arrives.
-//   - All that the domain published before a kBeat arrives before the kBeats that answers it.
-//   - A state on a board arrives before the kEnded of its process.
-//   - kRefused: no process listens. A process listens from before it publishes its endpoint until `is_over`.
-//   - kAcked counts acknowledgements of bytes, window probes and keepalives.
-//   - `step` is called each second: the clock may go back, and `wake_at` with it.
-//   - Connection numbers aren't negative, and may be reused once closed on this side.
+// - Bytes of a connection arrive in order. After kClose or kClosed nothing more arrives.
+// - All that the domain published before a kBeat arrives before the kBeats that answers it.
+// - A state on a board arrives before the kEnded of its process.
+// - A process listens from before it publishes its endpoint until `is_over`.
+// - kAcked counts acknowledgements of bytes, window probes and keepalives.
+// - `step` is called each second, because the clock and `wake_at` may go back.
+// - Connection numbers aren't negative, and may be reused once closed on this side.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +51,7 @@ struct Member {
 
 struct Roster {
   explicit Roster(std::vector<Member> all);
-  int index_of(Proc proc) const;  // -1: no member
+  int index_of(Proc proc) const;
 
   std::vector<Member> members;
   std::vector<std::vector<int>> domains;
@@ -80,7 +80,7 @@ struct Config {
   // The decider decides this long, or a quarter of the timeout, before the earliest deadline.
   Nanos margin = 500 * kMillisecond;
   Nanos pause = 500 * kMillisecond;  // a process whose step is this late was paused
-  Nanos stranger = 5 * kSecond;      // time for an accepted connection to identify itself
+  Nanos stranger = 5 * kSecond;      // for an accepted connection to identify itself
   std::uint32_t build = 0;
   PARALLEL_STATE_FIELDS(tick, stale, beat, limit, patience, settle, redial, margin, pause, stranger, build)
 };
@@ -122,7 +122,7 @@ struct Verdict {
     kAgreed,  // `values` has one per member
     kEnded,
     kMissing,
-    kUndecided  // never sent as a verdict: no answer by the deadline
+    kUndecided  // no answer by the deadline; never sent
   } kind = kUndecided;
   std::vector<Bytes> values;
   std::vector<Proc> culprits;
@@ -153,14 +153,14 @@ struct Call {
 struct Event {
   enum Kind {
     kTick,
-    kMeet,     // joins a world, once: `world`, `roster`
+    kMeet,     // once: `world`, `roster`
     kDialed,   // `proc`, `connection`, `nonce`
-    kRefused,  // nobody listens at the endpoint of `proc`
+    kRefused,  // no process listens at the endpoint of `proc`
     kNoAnswer,
     kAccepted,  // `connection`, `nonce`
     kClosed,
     kBytes,    // `connection`, `bytes`
-    kAcked,    // answers kProbe: the last acknowledgement is `age` old
+    kAcked,    // answers kProbe: time since the last acknowledgement in `age`
     kBoard,    // `proc` of this domain published `bytes`
     kBeats,    // answers each kBeat: `procs` whose board beats moved
     kEnded,    // `proc` of this domain
@@ -200,7 +200,7 @@ struct Action {
     kQuestion,  // of `proc`: `id`, `bytes`
     kReply,     // `id`, `bytes`; flags 1: none by the deadline
     kRefuse,    // `bytes`: the cause; `key`: of the call, if any
-    kGuest,     // `connection` becomes the store's; `bytes`: both nonces and what followed
+    kGuest,     // `connection` becomes the store's; `bytes`: both nonces and the following bytes
     kLog        // `bytes`; of `proc`, or of the peer of `connection`
   } kind = kLog;
   int connection = -1;
@@ -212,14 +212,14 @@ struct Action {
   const Endpoint* endpoint = nullptr;
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
-  PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)  // for the program
+  PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)
 
   const Bytes& sent() const { return shared != nullptr ? *shared : bytes; }
 };
 
 class Core {
  public:
-  // An empty `token` is for replays: every known peer then counts as identified.
+  // For replays `token` is empty: every known peer then counts as identified.
   Core(Proc self, std::string token, Config config);
 
   // `now`: equal in all processes of the domain.
@@ -236,7 +236,7 @@ class Core {
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
   static std::uint64_t digest_of(const std::vector<Proc>& members);
-  // Writes all state except the token.
+  // Leaves out the token.
   void write(Writer* writer) const;
   void read(Reader* reader);
   const Roster* roster() const { return roster_.get(); }
@@ -252,16 +252,15 @@ class Core {
     bool identified = false;
     bool beating = false;  // one side watches it
     Nanos opened = 0, watched = 0;
-    Nanos heard = 0;   // last bytes arrived
-    Nanos sign = 0;    // last sign of life of the kernel
-    Nanos beaten = 0;  // last beat or state sent
+    Nanos heard = 0;  // last bytes arrived
+    Nanos sign = 0;   // last sign of life of the kernel
+    Nanos beaten = 0;
     std::uint64_t peer_digest = kEmptyDigest;
     Parser parser;
     PARALLEL_STATE_FIELDS(proc, nonce, theirs, dialed, for_watch, identified, beating, opened, watched, heard, sign,
                           beaten, peer_digest, parser)
   };
 
-  // At most one connection per direction.
   struct Peer {
     int out = -1, in = -1;
     bool dialing = false;
@@ -276,9 +275,9 @@ class Core {
     Nanos sign = 0;
     Nanos heard = 0;
     Nanos dial_at = 0;
-    Nanos hunt = -1;      // its start; -1: none
-    int link = -1;        // to the lowest process that isn't silent
-    bool linked = false;  // a connection exists, silent or not
+    Nanos hunt = -1;  // start; -1: none
+    int link = -1;    // to the lowest process that isn't silent
+    bool linked = false;
     PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
   };
 
@@ -301,7 +300,7 @@ class Core {
     struct Seat {
       bool has_value = false, answered = false, done = false;
       bool told = false;
-      int connection = -1;  // of the member's last frame
+      int connection = -1;
       int asked_on = -1;
       Bytes value;
       PARALLEL_STATE_FIELDS(has_value, answered, done, told, connection, asked_on, value)
@@ -312,7 +311,7 @@ class Core {
     std::uint64_t checked = 0;  // digest of the ends when last compared with the members
     PARALLEL_STATE_FIELDS(members, me, number, called, delivered, promised, deadline, decide_by, expires, value,
                           verdict, hint, sent_on, sent_to, sent_done, seats, values, bytes, hinted, checked)
-    // True if no caller here needs it. It is kept for members without the verdict.
+    // It is kept for members without the verdict.
     bool is_over() const { return called ? delivered : verdict != nullptr; }
   };
 
@@ -402,7 +401,7 @@ class Core {
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
   static Message message_of(const RoundEntry& entry);
   int first_living(const Round& round) const;
-  bool advance(RoundEntry* entry);  // false if the agreement was erased
+  bool advance(RoundEntry* entry);  // false: the agreement was erased
   void reach_verdict(Round* round);
   bool ask_all(RoundEntry* entry);
   void conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits);
@@ -449,7 +448,7 @@ class Core {
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
   std::vector<Question> questions_;
-  std::uint64_t refused_ = 0;  // strangers
+  std::uint64_t refused_ = 0;
   std::vector<Action>* out_ = nullptr;
 
  public:

@@ -24,13 +24,13 @@ namespace {
 
 constexpr Nanos kDialTime = 2 * kSecond;
 constexpr Nanos kCloseTime = 2 * kSecond;
-constexpr Nanos kPoll = 5 * kMillisecond;  // interval of polling acknowledgements and boards, which raise no event
+constexpr Nanos kPoll = 5 * kMillisecond;  // acknowledgements and boards raise no event
 constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
 constexpr Nanos kQuiet = 60 * kSecond;
 constexpr Nanos kAttach = kSecond;
 constexpr std::size_t kMostUnsent = 64U << 20;
 constexpr std::size_t kReadBytes = 64U << 10;
-constexpr int kReads = 4;  // reads of one connection before others are read
+constexpr int kReads = 4;  // of one connection before others are read
 constexpr int kAccepts = 64;
 constexpr std::size_t kMostNews = 4096;
 constexpr std::size_t kStackBytes = 1U << 20;  // includes libraries' thread-local storage
@@ -117,7 +117,7 @@ class Driver {
     driver->epoll_ = Descriptor::of([] { return epoll_create1(EPOLL_CLOEXEC); });
     if (!driver->epoll_ || !driver->wake_.make()) return nullptr;
     if (!driver->control(EPOLL_CTL_ADD, 0, driver->wake_.number(), EPOLLIN)) return nullptr;
-    // All signals are masked: the thread must not run handlers.
+    // The thread must not run signal handlers.
     sigset_t all, before;
     sigfillset(&all);
     pthread_attr_t attributes;
@@ -172,7 +172,7 @@ class Driver {
     return true;
   }
 
-  // Ends all stays without a farewell. The process continues.
+  // The process continues.
   void break_down(const char* cause) noexcept {
     const Lock lock(fork_mutex());
     plane->driver = nullptr;
@@ -223,7 +223,7 @@ class Driver {
       wake_.clear();
       return;
     }
-    const auto found = sources_.find(number);  // an earlier event may have closed it
+    const auto found = sources_.find(number);
     if (found == sources_.end()) return;
     const auto [stay, source] = found->second;
     if (source == kListener) accept(stay);
@@ -275,7 +275,7 @@ class Driver {
     if (said || now >= stay->leave_by) finish(stay);
   }
 
-  // Returns the source's number; -1 if it can't be polled. A descriptor of -1 isn't polled.
+  // Returns the source's number; -1 if it can't be polled.
   int add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
     do last_number_ = last_number_ % INT_MAX + 1;
     while (sources_.count(last_number_) != 0);
@@ -489,7 +489,7 @@ class Driver {
     }
   }
 
-  // Discards what a peer still sends. Returns true at the end of the stream.
+  // Returns true at the end of the stream.
   static bool drain(Connection* connection) {
     char bytes[4096];
     for (int i = 0; i < 64; ++i) {
@@ -535,8 +535,8 @@ class Driver {
     socklen_t size = sizeof(info);
     if (connection == nullptr || getsockopt(*connection->socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
     Event event = event_of(Event::kAcked, 0, number);
-    // The age is infinite while bytes are unacknowledged: the peer's segments repeat old acknowledgements. With a full
-    // window, all bytes in flight are acknowledged.
+    // Infinite while bytes are unacknowledged: the peer's segments repeat old acknowledgements. With a full window, all
+    // bytes in flight are acknowledged.
     event.age = info.tcpi_unacked > 0 ? monotonic_now() : info.tcpi_last_ack_recv * kMillisecond;
     stay->events.push_back(std::move(event));
   }
@@ -707,8 +707,8 @@ class Driver {
   std::vector<Command> commands_;  // guarded by the fork mutex
   std::map<Stay*, std::shared_ptr<Stay>> stays_;
   std::map<int, std::pair<Stay*, Source>> sources_;
-  std::map<int, Stay*> timed_;                 // stays with a deadline
-  std::vector<std::pair<Stay*, int>> unsent_;  // connections to flush or close
+  std::map<int, Stay*> timed_;
+  std::vector<std::pair<Stay*, int>> unsent_;
   Nanos shortage_until_ = 0;
   int last_number_ = 0;
 };

@@ -1,4 +1,4 @@
-// Drives the cores of this process: one thread with one epoll, which takes no interpreter lock and decides nothing.
+// Drives the cores of this process: one thread with one epoll, which takes no interpreter lock.
 //
 // The thread runs while any `Stay`, a membership in one world, exists. A forked child starts without them.
 #pragma once
@@ -20,7 +20,7 @@
 
 namespace parallel_state::control {
 
-// Passes a stay's results to Python: verdicts to waiting threads, other news to a queue. Thread-safe.
+// Passes verdicts to waiting Python threads, other news to a queue. Thread-safe.
 class Inbox {
  public:
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
@@ -69,7 +69,7 @@ struct Connection {
   bool is_guest = false;
   bool hung_up = false;  // can't write, but still reads
   bool polls_out = false;
-  Nanos until = kNever;  // of the dial or close
+  Nanos until = kNever;
   Unsent out;
   bool is_dialing() const { return dialed != 0; }
 };
@@ -85,7 +85,7 @@ struct Neighbour {
   bool watched = false;
   bool ended = false;
   bool warned = false;
-  Nanos attach_at = kNever;  // when to retry `watch` and `board`
+  Nanos attach_at = kNever;
 };
 
 struct Stay {
@@ -122,12 +122,12 @@ struct Stay {
   Nanos quiet_until = 0;  // no shortage is logged before
 };
 
-// Returns a handle or the negative errno. Ports `first` to `last`; 0: any. `token`: random if empty.
+// Returns a handle or the negative errno. Port 0: any. `token`: random if empty.
 std::int64_t open_stay(const std::string& address, int first, int last, const std::string& token, Config config,
                        std::shared_ptr<Stay>* made);
 std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
-// Returns false and sets errno if the stay is over. `boards`, with kMeet: descriptors of the members' boards.
+// Returns false and sets errno if the stay is over. `boards`: descriptors of the members' boards, with kMeet.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
 Bytes record_of(Stay* stay);
 // Returns when other hosts' kernels have the farewell, at most 1 s after the deadline.

@@ -23,7 +23,6 @@ Result with(std::int64_t handle, Result unknown, Result failed, Body body) try {
   return failed;
 }
 
-// `make` returns 0 or an errno.
 template <typename Make>
 int post_event(std::int64_t handle, Event::Kind kind, Make make, std::vector<int>* boards = nullptr) {
   return with(handle, -ESRCH, -ENOMEM, [&](const auto& stay) {
@@ -44,8 +43,7 @@ std::uint64_t copy_out(const Bytes& bytes, char* buffer, std::uint64_t capacity)
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Returns a handle or the negative errno. Ports `first` to `last`; 0: any. `token`: at most 64 characters; an empty one
-// is replaced by a random one.
+// See `open_stay`. `token` has at most 64 characters.
 std::int64_t ps_control_open(const char* address, int first, int last, double beat_s, double limit_s,
                              std::uint32_t build, std::uint64_t* proc, int* port, int* board, char* token) {
   try {
@@ -97,7 +95,7 @@ int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t atte
   return -ENOMEM;
 }
 
-// Copies what fits, and returns the size; 0: none yet; -ESHUTDOWN: the stay is over.
+// See Inbox::await. -ESHUTDOWN: the stay is over.
 std::int64_t ps_control_verdict(std::int64_t handle, std::uint64_t digest, const char* purpose, std::uint32_t attempt,
                                 double wait_s, char* buffer, std::uint64_t capacity) {
   return with<std::int64_t>(handle, -ESRCH, -ENOMEM, [&](const auto& stay) {
@@ -126,12 +124,11 @@ int ps_control_post(std::int64_t handle, int kind, std::uint64_t proc, int flags
   });
 }
 
-// Returns after at most `linger_s` + 1 s.
 void ps_control_leave(std::int64_t handle, double linger_s) {
   with(handle, 0, 0, [&](const auto& stay) { return leave_stay(stay, from_now(linger_s)), 0; });
 }
 
-// Returns the size of the next news, or 0. Keeps it if it doesn't fit.
+// See Inbox::take.
 std::uint64_t ps_control_next(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   return with<std::uint64_t>(handle, 0, 0, [&](const auto& stay) { return stay->inbox.take(buffer, capacity); });
 }

@@ -1,4 +1,3 @@
-// Reports exits of a world's ranks to waits, from the control plane's thread.
 #pragma once
 
 #include <map>

@@ -1,7 +1,6 @@
 // The wire format: one hello, then frames. Integers are little-endian.
 //
-// Only the hello is frozen. The parser bounds lengths before it stores anything. The first malformed byte ends the
-// stream.
+// Only the hello is frozen. The first malformed byte ends the stream.
 #pragma once
 
 #include <cstdint>
@@ -150,7 +149,6 @@ class Reader {
   bool ok_ = true;
 };
 
-// Lists the members that `put` and `get` pass, in this order.
 #define PARALLEL_STATE_FIELDS(...)                \
   auto fields() { return std::tie(__VA_ARGS__); } \
   auto fields() const { return std::tie(__VA_ARGS__); }
@@ -225,7 +223,6 @@ class Parser {
   enum class Result { kNeedsMore, kHello, kFrame, kMalformed };
 
   void push(std::string_view bytes) { buffer_.append(bytes); }
-  // After kMalformed nothing else is returned.
   Result next(Hello* hello, Frame* frame);
   void trust() { most_body_bytes_ = kMostBodyBytes; }
   std::string_view rest() const { return std::string_view(buffer_).substr(offset_); }

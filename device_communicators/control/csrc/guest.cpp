@@ -56,10 +56,12 @@ Bytes describe(int code, const Bytes& text) {
   }
 }
 
-// Used by one thread at a time. Steps return 0 or an errno. EINPROGRESS, EAGAIN: step again; the deadline passed
-// during, or after, the handshake. Others: close. ESTALE: closed after the last reply; ECONNABORTED: during the
-// handshake. EKEYREJECTED: the server lacks the token. EPROTO: another service; `text` has its first bytes.
-// EPROTONOSUPPORT: another version, in `text`. EBADMSG: wrong MAC, or not the next reply.
+// Used by one thread at a time. Steps return 0 or an errno:
+// EINPROGRESS, EAGAIN: step again; during, or after, the handshake.
+// ESTALE: closed after the last reply. ECONNABORTED: closed during the handshake.
+// EKEYREJECTED: the server lacks the token.
+// EPROTO: another service; `text` has its first bytes. EPROTONOSUPPORT: another version, in `text`.
+// EBADMSG: wrong MAC, or not the next reply.
 class Guest {
  public:
   int dial(const std::string& host, int port, std::string token) {
@@ -72,7 +74,6 @@ class Guest {
     return 0;
   }
 
-  // The previous reply must have arrived.
   int ask(Bytes request) {
     char byte;
     // A server sends nothing between requests: it was closed.
@@ -86,7 +87,6 @@ class Guest {
     return 0;
   }
 
-  // The reply or kCancelled arrives next.
   void cancel() {
     out_ += encode_frame(FrameKind::kStoreCall,
                          to_listener_.seal(encode_store(static_cast<std::uint8_t>(StoreCall::kCancel), {})));
@@ -339,7 +339,6 @@ int ps_store_wait(std::int64_t handle, double slice_s) try {
   return -ENOMEM;
 }
 
-// Copies it if it fits.
 std::uint64_t ps_store_take(std::int64_t handle, char* buffer, std::uint64_t capacity) {
   const auto request = find(requests, handle);
   if (request == nullptr) return 0;

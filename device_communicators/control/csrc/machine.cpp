@@ -64,7 +64,7 @@ Open& open_descriptors() {
   return *open_now.load();
 }
 
-// Returns the fields from the third on; none if the process has exited.
+// From the third field on; none if the process has exited.
 std::vector<std::string> stat_fields(int file) {
   char text[1024];
   const ssize_t size = pread(file, text, sizeof(text), 0);
@@ -248,7 +248,7 @@ void Board::note_met() {
 }
 
 bool PeerBoard::open(int pid, int number, Proc proc) {
-  // The process may have reused the number: open regular files only.
+  // The process may have reused the number.
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
   struct stat info;
   if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return false;

@@ -1,4 +1,3 @@
-// Linux parts of the driver.
 #pragma once
 
 #include <cstdint>
@@ -55,7 +54,7 @@ class Descriptor {
 Descriptor begin_dial(const std::string& host, int port);
 // Returns an errno. A socket that connected to itself was refused.
 int dial_error(int socket);
-// Sets `port` to the listener's. Returns no descriptor, and sets errno, if it fails.
+// Sets `port` to the listener's. Fails as begin_dial.
 Descriptor listen_at(const std::string& address, int* port);
 
 class Wake {
@@ -70,7 +69,7 @@ class Wake {
 };
 
 // Head of a nameless file, which the watch domain opens through /proc. States alternate between two areas, so that a
-// kill while one is written leaves the other. Bytes 64 to 4095: the endpoint as JSON, which plane.py writes.
+// kill during a write leaves the other. Bytes 64 to 4095: the endpoint as JSON, which plane.py writes.
 struct BoardHead {
   Proc proc = 0;
   std::uint64_t beat = 0;

@@ -1,4 +1,3 @@
-// Records the last events of a core, and replays them.
 #pragma once
 
 #include <functional>

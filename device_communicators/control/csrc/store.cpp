@@ -11,7 +11,6 @@ namespace {
 constexpr std::size_t kPartBytes = 4;
 constexpr std::size_t kMostHeldBytes = 64U << 10;
 
-// The request can't be carried out.
 struct Problem {
   std::string text;
 };
@@ -231,7 +230,7 @@ void Store::drop(int guest, std::vector<Output>* out) {
     values_.erase(key);
     try {
       set("gone/" + key, std::move(value), out);
-    } catch (const Problem&) {  // the value grew beyond the bound
+    } catch (const Problem&) {  // beyond the size limit
       set("gone/" + key, "", out);
     }
   }

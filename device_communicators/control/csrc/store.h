@@ -1,7 +1,7 @@
 // The key-value service of a world's listener, as a value without I/O.
 //
-// A guest is no member: its process number is 0. The core checks its proof of the token. A guest sends one call at a
-// time. Calls and replies end with a MAC over a counter and the body. Nothing is encrypted.
+// A guest is no member. The core checks its proof of the token. A guest sends one call at a time. Calls and replies end
+// with a MAC over a counter and the body. Nothing is encrypted.
 #pragma once
 
 #include <map>
@@ -26,7 +26,6 @@ class Seal {
   Seal() = default;
   Seal(std::string_view token, bool to_listener, std::string_view nonce_of_guest, std::string_view nonce_of_listener);
   Bytes seal(Bytes body);
-  // Removes the MAC; false if it is wrong.
   bool open(Bytes* body);
   std::uint64_t number() const { return number_; }
 
@@ -73,7 +72,7 @@ class Store {
   struct Output {
     int guest;
     Bytes bytes;
-    bool is_question = false;  // `bytes` is for the program
+    bool is_question = false;
   };
   // Each method appends replies to `out`, also to guests whose last missing key was set.
 
@@ -81,7 +80,6 @@ class Store {
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
-  // Replaces each KEY that it holds by gone/KEY.
   void drop(int guest, std::vector<Output>* out);
 
  private:
@@ -97,7 +95,7 @@ class Store {
   bool ask(int guest, std::string_view request, std::vector<Output>* out);
   std::vector<Bytes> carry_out(StoreCall call, const std::vector<Bytes>& parts, int guest, std::vector<Output>* out);
   void wait_for(int guest, std::vector<Output>* out);
-  bool end_wait(int guest);  // false: it doesn't wait
+  bool end_wait(int guest);
   void set(const Bytes& key, Bytes value, std::vector<Output>* out);
   void reply(int guest, Bytes body, std::vector<Output>* out);
 
