@@ -22,7 +22,6 @@ using c10::DistBackendError;
 using c10d::OpType;
 using RedOp = c10d::ReduceOp::RedOpType;
 
-// Run on the lane's thread immediately unless the caller blocks.
 constexpr std::size_t kPromptBytes = 64 << 10;
 constexpr auto kShutdownGrace = std::chrono::seconds(2);
 
@@ -67,7 +66,7 @@ bool native_of(at::ScalarType dtype, RedOp op, Native* found) {
   }
 }
 
-// As user_call.py numbers reductions; those that only torch has follow.
+// Numbers of user_call.py; reductions that only torch has follow.
 int number_of(RedOp op) {
   switch (op) {
     case RedOp::SUM: return 0;
@@ -117,12 +116,12 @@ void divide_(const Tensor& x, std::int64_t divisor) {
     auto* const numbers = static_cast<std::uint64_t*>(flat.mutable_data_ptr());
     for (std::int64_t i = 0; i < flat.numel(); ++i) numbers[i] /= static_cast<std::uint64_t>(divisor);
     if (!flat.is_same(x)) x.copy_(flat);
-  } else {  // int64, because int8 can't hold 128 ranks
+  } else {  // int8 can't hold 128 ranks
     x.copy_(x.to(at::kLong).div_(divisor, "trunc"));
   }
 }
 
-// gloo has no averages: when its work is done, the tensors `averaged` are divided.
+// gloo has no averages: `averaged` are divided when its work is done.
 class Borrowed final : public c10d::Work {
  public:
   using Name = std::function<std::exception_ptr(const char* text, double elapsed_s)>;
@@ -300,7 +299,7 @@ Tensor reduce_rows(const Tensor& rows, RedOp op) {
     }
     return total;
   }
-  // torch has few operators for these, so they are reduced as int64. Flipping the highest bit keeps uint64's order.
+  // torch has few operators for these. Flipping the highest bit keeps uint64's order.
   const bool is_unsigned = dtype == at::kUInt16 || dtype == at::kUInt32 || dtype == at::kUInt64;
   const bool flips = dtype == at::kUInt64 && (op == RedOp::MIN || op == RedOp::MAX);
   constexpr std::int64_t kHighestBit = std::numeric_limits<std::int64_t>::min();
@@ -540,12 +539,11 @@ void Backend::done(int status, const char* method, Clock::time_point started) {
   std::rethrow_exception(error);
 }
 
-// A hook may need the interpreter lock.
 void Backend::call_failure_hooks() {
   callbacks_.without_interpreter([this] { Hooks::call_failed(hooks_); });
 }
 
-// The tensors that `body` reads must stay until the work is done. The future holds `outputs`.
+// The future holds `outputs`.
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, std::function<void()> body) {
   check_usable(kind.method);
@@ -580,7 +578,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
     if (error != nullptr) std::rethrow_exception(error);
     return call;
   }
-  // `shutdown`, which the destructor calls, waits for the lane's thread.
+  // The destructor's `shutdown` waits for the lane's thread.
   call->body = std::move(run);
   lane_->post(call, bytes >= kPromptBytes || coalescing_);
   if (!is_async && !coalescing_) call->wait(kNoTimeout);

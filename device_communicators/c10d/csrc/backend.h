@@ -1,5 +1,5 @@
-// A group uses shared memory on one host, else the library's transport between hosts where that is supported. gloo
-// carries all else. The choice depends on facts that are equal on all ranks.
+// A group uses shared memory on one host, else the library's transport between hosts if supported, else gloo. All ranks
+// choose the same.
 #pragma once
 
 #include "pairs.h"
@@ -23,18 +23,16 @@ struct Callbacks {
   std::function<void()> leave;
   std::function<c10::intrusive_ptr<c10d::Backend>()> make_gloo;
   std::function<void(const std::function<void()>&)> without_interpreter;
-  // Null if the transport didn't fail.
   std::function<std::exception_ptr(const char* text, const char* method, int peer, double elapsed_s)> gloo_error;
   std::function<void(std::chrono::milliseconds timeout)> set_timeout;
   std::function<void(bool is_busy)> suspend;  // raises if any rank is busy
   std::function<void()> resume;
   std::function<std::unordered_map<std::string, std::uint64_t>()> memory_stats;
-  // Returns the path of the library and the number of a group, for the windows of an only rank.
+  // Returns the path of the library and a group's number, for windows of a group of one rank.
   std::function<std::pair<std::string, std::uint64_t>()> group_of_one;
   using Group = c10::intrusive_ptr<c10d::Backend>;
   using Store = c10::intrusive_ptr<c10d::Store>;
   using Timeout = std::chrono::milliseconds;
-  // Each rank of the new group calls them.
   std::function<Group(const Store&, const std::vector<int>& ranks, Timeout timeout, const std::string& name)> split;
   std::function<Group(const Store&, int rank, int size, Timeout timeout, const std::string& name)> merge;
   // `renumber`: the new group's ranks are their own global ranks.
@@ -45,7 +43,7 @@ class Backend : public HookedBackend {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
-    Options(const Options& other) : c10d::Backend::Options(other) {}  // a copy has no backend
+    Options(const Options& other) : c10d::Backend::Options(other) {}
     // torch 2.15 copies options by this for a child group. No `override`: older versions lack it.
     virtual c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
     std::function<void(std::chrono::milliseconds)> apply_timeout;
@@ -62,10 +60,10 @@ class Backend : public HookedBackend {
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   const std::shared_ptr<CallLog>& calls() const { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // As in ProcessGroupNCCL. From torch 2.15 on.
+  // From torch 2.15 on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   static std::atomic<std::int64_t> extended_ms;  // what `extended_deadline` adds to all calls of this process
-  // On all ranks. Torch calls them from 2.14 on; older versions lack them, so they can't be an `override`.
+  // No `override`: torch has them from 2.14 on.
   virtual void suspend();
   virtual void resume();
   virtual std::unordered_map<std::string, std::uint64_t> getMemoryStats();
@@ -145,7 +143,6 @@ class Backend : public HookedBackend {
 
   // A forked child has the memory, but is no rank.
   bool is_forked_child() const { return made_in_ != fork_generation(); }
-  // Returns the timeout of a call that begins now.
   std::chrono::milliseconds timeout_of(std::chrono::milliseconds requested) const;
   bool is_native() const { return group_ != 0; }
   bool is_on_gloo() const { return size_ > 1 && !is_native(); }

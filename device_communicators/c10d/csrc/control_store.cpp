@@ -1,5 +1,5 @@
-// torch's threads call this client also while Python exits or another thread holds the interpreter lock, so only the
-// main thread takes it, after a signal.
+// torch's threads call this client also while Python exits or another thread holds the interpreter lock: only the main
+// thread takes it, after a signal.
 
 #include "control_store.h"
 
@@ -118,8 +118,7 @@ class Store : public c10d::Store {
     return ask(call, parts, timeout_);
   }
 
-  // Raises DistStoreError for an invalid request or keys that aren't set in time, DistNetworkError if the server
-  // doesn't answer.
+  // Raises DistStoreError for an invalid request or missing keys, DistNetworkError if the server doesn't answer.
   std::vector<std::string> ask(StoreCall call, const std::vector<std::string>& parts, Milliseconds timeout) {
     const std::string content = control::encode_store(static_cast<std::uint8_t>(call), parts);
     TORCH_CHECK_VALUE(content.size() <= control::kMostStoreBytes && parts.size() <= control::kMostParts,

@@ -243,8 +243,8 @@ c10::intrusive_ptr<ReconfigurableBackend> make_reconfigurable(int rank, int size
 }
 #endif  // C10D_BACKEND_HAS_RECONFIGURE
 
-// Types can be registered only once, so this is called before: torch and a module that was compiled for another build
-// of it call each other's virtual functions and read each other's objects.
+// Call it before the types are registered, which is possible only once. A module compiled for another build of torch
+// crashes later: both call each other's virtual functions.
 class FirstCall final : public c10d::Backend {
  public:
   static void check() {
@@ -284,7 +284,7 @@ class FirstCall final : public c10d::Backend {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using parallel_state::Backend;
-  py::module_::import("torch._C._distributed_c10d");  // the base classes
+  py::module_::import("torch._C._distributed_c10d");
   parallel_state::FirstCall::check();
   py::register_exception_translator([](std::exception_ptr error) {
     try {

@@ -48,7 +48,6 @@ std::vector<Each> staged(const std::vector<Each>& list, ResolvingBackend::Target
   return found;
 }
 
-// The first thread that detects the end of the work copies its results.
 class Filled final : public c10d::Work {
  public:
   Filled(int rank, Backend::Started work, ResolvingBackend::Targets targets)
@@ -283,7 +282,7 @@ bool is_of_this_backend(const c10::OperatorHandle& op, const c10::IValue* given)
   }
 }
 
-// For other backends it copies deferred tensors, as torch does.
+// Copies deferred tensors for other backends, as torch does.
 template <DispatchKey kKey>
 void hand_on(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   c10::IValue* const given = stack->data() + (stack->size() - op.schema().arguments().size());

@@ -1,5 +1,5 @@
-// torch defers conjugations, negations and zeros: a tensor's memory holds other numbers or none. A call reads a copy
-// with the values; its results are copied to the caller's tensors.
+// torch defers conjugations, negations and zeros: a tensor's memory has other numbers or none. A call uses copies with
+// the values.
 #pragma once
 
 #include <functional>

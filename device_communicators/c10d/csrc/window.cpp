@@ -56,7 +56,6 @@ class Window::Signalled final : public Operation {
   }
 
  private:
-  // False if only this wait has ended.
   bool try_take(double timeout_s) {
     const auto started = Clock::now();
     const int status = window_->take(src_, timeout_s);

@@ -13,7 +13,7 @@ class Window final : public c10d::Window {
   Window(c10::intrusive_ptr<Backend> backend, std::shared_ptr<const Library> library, std::uint64_t group)
       : backend_(std::move(backend)), library_(std::move(library)), group_(group) {}
 
-  // A tensor that the host's ranks don't map is copied: puts then write to the copy, and `get_attr` says SEPARATE.
+  // A tensor that the host's ranks don't map is copied: puts write to the copy, and `get_attr` returns SEPARATE.
   void tensor_register(const at::Tensor& tensor, bool owning) override;
   void tensor_deregister() override;
   Started put(const at::Tensor& tensor, std::int64_t dst, std::int64_t first_element, bool is_async,
@@ -28,7 +28,7 @@ class Window final : public c10d::Window {
   template <typename Options>
   void check(const char* method, const Options& options);
   void check(const char* method);
-  // Returns a status. Without the interpreter's lock.
+  // Without the interpreter's lock.
   int take(int src, double timeout_s);
   void done(int status, const char* method, std::int64_t rank, Clock::time_point started, double timeout_s = 0);
 

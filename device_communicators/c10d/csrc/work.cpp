@@ -10,8 +10,7 @@
 namespace parallel_state {
 namespace {
 
-// Before the thread takes a small call: Python takes some hundred microseconds from a functional collective to its
-// wait.
+// Python takes some hundred microseconds from a functional collective to its wait.
 constexpr auto kLeft = std::chrono::microseconds(1000);
 constexpr int kLooks = 20;
 constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
@@ -200,8 +199,8 @@ void Lane::post(c10::intrusive_ptr<Call> call, bool prompt) {
   if (looking_ == 0 || prompt_) posted_.notify_one();
 }
 
-// A callback may wait for a call posted during it. Earlier calls are left to the thread, because callbacks begin in the
-// order of their calls.
+// A callback may wait for a later call. Earlier calls are left to the thread, because callbacks begin in the order of
+// their calls.
 void Lane::ensure_server() {
   if (servers_ != 0 || closed_) return;
   ++servers_;

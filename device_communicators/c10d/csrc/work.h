@@ -1,6 +1,6 @@
-// A group has one *lane*, in which its collectives run in order: in the caller, if it waits and nothing is queued; in a
+// A group has one *lane*, in which its collectives run in order: in a caller that waits, if nothing is queued; in a
 // thread in `wait`, which first runs earlier calls; or in the lane's thread. During callbacks of a future, which may
-// wait for further calls, another thread replaces the lane's.
+// wait for later calls, another thread replaces the lane's.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
-// What a signal handler raised, in the thread that runs handlers; else null.
+// Returns what a signal handler raised, in the thread that runs handlers; else null.
 using Interruption = std::function<std::exception_ptr()>;
 
 std::uint64_t new_key();
@@ -56,7 +56,7 @@ class CallLog {
   Entry last_;
 };
 
-// The thread that ran the call calls `settle` once, and then `announce` without locks: callbacks may begin calls.
+// The thread that ran the call calls `settle` once, then `announce` without locks: callbacks may begin calls.
 class Operation : public c10d::Work {
  public:
   Operation(int rank, c10d::OpType type, const char* title, std::vector<at::Tensor> inputs,
@@ -76,7 +76,7 @@ class Operation : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   void synchronize() override;
 
-  // If the wait times out, it raises DistBackendError, and the call continues.
+  // A wait that times out raises DistBackendError, and the call continues.
   bool wait(std::chrono::milliseconds timeout) override;
 
   void begin(const Hooks& hooks) {
@@ -121,14 +121,14 @@ class Lane : public std::enable_shared_from_this<Lane> {
   class Call final : public Operation {
    public:
     using Operation::Operation;
-    std::function<void()> body;  // raises; dropped, with its tensors, after it ran
+    std::function<void()> body;  // dropped, with its tensors, after it ran
     std::shared_ptr<Lane> lane;
 
    protected:
     bool await(std::optional<Clock::time_point> deadline) override { return lane->await(*this, deadline); }
   };
 
-  // Polled by threads that wait for another thread's call; an error ends the wait.
+  // Threads that wait for another thread's call poll `interruption`.
   Lane(void (*wait_gently)(int), Interruption interruption, std::shared_ptr<const Hooks> hooks)
       : wait_gently_(wait_gently), interruption_(std::move(interruption)), hooks_(std::move(hooks)) {}
 
@@ -141,7 +141,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
 
   bool await(Call& call, std::optional<Clock::time_point> deadline);
 
-  // Fails queued calls and ends the thread after its current call.
+  // Ends the thread after its current call.
   void close(const std::exception_ptr& error);
 
   bool drain(Clock::time_point deadline);
@@ -165,7 +165,7 @@ class Lane : public std::enable_shared_from_this<Lane> {
   bool closed_ = false;
   bool prompt_ = false;
   int servers_ = 0;  // threads outside callbacks
-  int looking_ = 0;  // threads that poll; others sleep
+  int looking_ = 0;  // that poll; others sleep
   int waiters_ = 0;
   std::vector<std::thread> threads_;
 };
