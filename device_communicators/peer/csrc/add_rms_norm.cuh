@@ -3,13 +3,13 @@
 //
 // A *team* of neighboring blocks shares a row: each thread has one pair of it and each epoch handles a whole row. Every
 // rank computes all rows. A team's blocks exchange the sum of squares and, with a scale per token, the largest
-// magnitude as *parts*: packets through their own rank's region, at the unused place of packets from that rank. Values
-// are combined in a fixed order, so all ranks get the same bits.
+// magnitude as *parts*: packets in their own rank's region, at the unused place of packets from that rank. Values are
+// combined in a fixed order, so all ranks get the same bits.
 //
-// Parts carry the *receiver's* epoch and use its slot: blocks have different epoch numbers. Each member reads the other
-// members' numbers before it sends its first part, which they need to advance. A block ends an epoch only after it has
-// received all parts of that epoch, and writes for the next epoch only after that. So a slot that a member is about to
-// clear or reuse has no part that is still needed.
+// Blocks have different epoch numbers, so parts carry the *receiver's* epoch and use its slot. Each member reads the
+// others' numbers before it sends its first part, which they need to advance. A block ends an epoch only after it has
+// received all parts of that epoch, and only then writes for the next. So a slot that is cleared or reused has no part
+// that is still needed.
 //
 // Each thread reads and writes the same indices, so output may be input, and residual_out may be residual.
 #pragma once
@@ -54,7 +54,6 @@ class Team {
     return __syncthreads_or(stopped) == 0;
   }
 
-  // Valid from an exchange to the next one.
   __device__ __forceinline__ u32 part(u32 member) const { return parts_[member]; }
 
  private:
@@ -92,7 +91,7 @@ struct Largest {
   static __device__ __forceinline__ u32 of(u32 one, u32 other) { return one < other ? other : one; }
 };
 
-// For any number of threads. The next call must have another TAG, or follow a barrier.
+// The next call must have another TAG, or follow a barrier.
 template <class Operation, u32 TAG>
 __device__ __forceinline__ u32 over_block(u32 value) {
   constexpr u32 LANES = 32;
@@ -185,7 +184,7 @@ class NormPiece {
     return finish(row, scale);
   }
 
-  // Loads that don't need the peers' data are issued before waiting for it.
+  // Loads that don't need the peers' data are issued before the wait.
   __device__ __forceinline__ bool add(u32 row, const Tensor& input, u32 i, u32& squares) {
     const Values before = Values::of(row_of(call_.residual, row).template load<2>(at(i)));
     weights_[i] = row_of(call_.weight, 0).template load<2>(at(i));

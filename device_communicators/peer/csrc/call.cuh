@@ -13,8 +13,7 @@ constexpr u32 MAX_THREADS = 512;
 constexpr u32 SLOTS = 2;
 constexpr u32 PHASES = 2;  // barriers within one epoch
 
-// Addresses are integers, so that the layout is the same for all compilers. CUDA graphs keep a copy, so the deadline is
-// a duration.
+// Addresses are integers, so that all compilers use one layout. CUDA graphs keep a copy, so the deadline is a duration.
 struct Call {
   u64 regions[MAX_RANKS];  // as mapped in this process; 256-byte aligned, zeroed once
   u64 input;               // tensors are aligned to 16 bytes
@@ -24,7 +23,7 @@ struct Call {
   u64 weight;
   u64 scale;
   u64 scale_out;
-  u64 report;  // 8 bytes of host memory that the device has mapped, for a `Report`
+  u64 report;  // 8 bytes of mapped host memory, for a `Report`
   u64 abort;   // as `report`; a non-zero value ends all waits
   u64 numel;   // elements; all_gather: bytes of the input; reduce_scatter: elements of the output
   u64 deadline_ns;
@@ -36,8 +35,8 @@ struct Call {
   float eps;
 };
 
-// A 64-bit word: reason (8 bits) | peer (8) | operation (8) | block (8) | epoch (32). The last report stays, but one
-// about OWN_BLOCK replaces none.
+// A 64-bit word: reason (8 bits) | peer (8) | operation (8) | block (8) | epoch (32). A report about OWN_BLOCK replaces
+// no earlier one.
 enum class Report : u32 { NOTHING = 0, DEADLINE = 1, ABORTED = 2 };
 
 // Peer: another block of the waiting thread's own rank.

@@ -1,4 +1,4 @@
-// Sums are computed in fp32, in rank order, and rounded once, so that all ranks get the same bits.
+// Sums are computed in fp32, in rank order, and rounded once: all ranks get the same bits.
 
 #pragma once
 
@@ -34,7 +34,7 @@ struct BFloat16 {
   }
 };
 
-// For the end of a tensor and for unaligned rows. Not inlined, to keep the fast path short.
+// Not inlined, to keep the fast path short.
 template <u32 COUNT>
 __device__ __noinline__ Words<COUNT> load_bytes(u64 address, u64 bytes) {
   Words<COUNT> words;
@@ -126,7 +126,7 @@ struct Floats {
   }
 };
 
-// A compile-time constant, so that loads from all ranks are issued at once.
+// A compile-time constant: loads from all ranks are issued at once.
 template <u32 SIZE>
 struct Ranks {
   static constexpr u32 MOST = SIZE;
@@ -134,7 +134,7 @@ struct Ranks {
   __device__ __forceinline__ bool has(u32) const { return true; }
 };
 
-// To avoid a branch, loads from a rank that doesn't exist use another address.
+// To avoid a branch, loads from a missing rank use another address.
 template <>
 struct Ranks<0> {
   static constexpr u32 MOST = MAX_RANKS;

@@ -1,30 +1,30 @@
-// Epochs keep the exchanges of blocks apart, within a call and between calls.
+// Epochs keep the exchanges of blocks apart.
 //
 // Block b of a rank exchanges data only with block b of each other rank. In one *epoch* each block writes into its slot
-// of the regions (slot = epoch % 2), waits for the others, and reads. The grid is equal on all ranks, so block b takes
-// the same epochs on all ranks. The epoch number is in device memory, so a graph may be replayed. All ranks must make
-// the same calls, one after the other.
+// of the regions (slot = epoch % 2), waits for the others, and reads. All ranks make the same calls in the same order,
+// with equal grids, so block b takes the same epochs on all ranks. The epoch number is in device memory, so a graph may
+// be replayed.
 //
 // Each kernel obeys two rules:
 //
-//   Heard.   Block b ends epoch e only after block b of every other rank has *begun* e: it received data from each.
-//   Drained. Block b ends epoch e only after everything that peers write into its region in e has arrived.
+// Heard.   Block b ends epoch e only after block b of every other rank has *begun* e: it received data from each.
+// Drained. Block b ends epoch e only after everything that peers write into its region in e has arrived.
 //
-// Why two slots are enough. Writes of epoch e+2 overwrite those of e. The writer has ended e+1. So (Heard) every other
-// block has begun e+1, and has ended e and read its data. Threads pass a barrier, or end a kernel, between the reads of
-// e and the first write of e+1, and between e+1 and e+2. Kernels of one rank are never launched as programmatic
-// dependents. If e+1 was a push, whose packets have no release, this holds because a read whose value was used is
-// performed before a store that follows it after a barrier, and no GPU makes a store visible early.
+// Two slots are enough. Writes of epoch e+2 overwrite those of e. The writer has ended e+1. So (Heard) every other
+// block has begun e+1, and has read its data of e. A barrier, or the end of a kernel, separates the reads of e from the
+// first write of e+1, and e+1 from e+2. Kernels of one rank are never launched as programmatic dependents. A push has
+// no release: there a read whose value was used is performed before a store after a barrier, and no GPU makes a store
+// visible early.
 //
-// Why flags are compared for equality. Each place of a slot is written once per epoch, and no block is in e+2 before
-// this block has ended e. So a flag has the number of e or of an older epoch. 32 bits wrap around after days of
-// decoding, so old numbers are cleared before that.
+// Flags are compared for equality. Each place of a slot is written once per epoch, and no block is in e+2 before this
+// block has ended e. So a flag has the number of e or of an older epoch. Old numbers are cleared before 32 bits wrap
+// around.
 //
-// Blocks spin, so all blocks of a grid must be resident at once: the host launches no more than fit.
+// Blocks spin, so the host launches no more blocks than can be resident at once.
 //
 // A wait ends when the flag arrives; at the deadline (a report, then a trap, which destroys the CUDA context); or when
-// the host sets the abort word (a report, then the kernel returns with undefined output). A block that has stopped
-// never sends or sets a flag again, so that no peer takes invalid data for a result.
+// the host sets the abort word (a report, then the kernel returns with undefined output). A stopped block never sends
+// or sets a flag again, so that no peer takes invalid data for a result.
 #pragma once
 
 #include "memory.cuh"
@@ -110,7 +110,7 @@ class Block {
   // Returns false, on all threads, if one has stopped: then the kernel must return.
   __device__ __forceinline__ bool end_epoch(bool stopped = false) { return __syncthreads_or(stopped) == 0; }
 
-  // Waits for this block of every rank. What they wrote before is readable then. Returns false as end_epoch does.
+  // Waits for this block of every rank, whose earlier writes are then readable. Returns false as end_epoch does.
   __device__ __forceinline__ bool barrier(u32 phase) {
     __syncthreads();  // the flags also release the writes of the block's other threads
     for (u32 r = threadIdx.x; r < call.size; r += blockDim.x) {
@@ -130,7 +130,7 @@ class Block {
     return __syncthreads_or(stopped) == 0;
   }
 
-  // After the last epoch of a call. end_epoch ensures that all threads have read the number.
+  // Call it after end_epoch: all threads have read the number.
   __device__ __forceinline__ void keep_epoch() {
     if (threadIdx.x == 0) control(call.rank)->epoch[blockIdx.x] = epoch_;
   }

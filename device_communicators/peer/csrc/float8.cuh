@@ -1,5 +1,4 @@
-// float8 e4m3fn: no infinities, one NaN. Converted by integer arithmetic, so that every architecture gives the same
-// bits.
+// float8 e4m3fn: no infinities, one NaN. Integer arithmetic gives the same bits on every architecture.
 #pragma once
 
 #include "call.cuh"
@@ -9,7 +8,7 @@ namespace parallel_state {
 constexpr float FLOAT8_MAX = 448.0f;
 constexpr float MIN_TOKEN_SCALE = 1.0f / (448.0f * 512.0f);  // MIN_SCALE of calls/reductions.py
 
-// To nearest, ties to even. Values beyond ±448, also infinities, become ±448; NaN stays NaN.
+// To nearest, ties to even. Values beyond ±448 become ±448; NaN stays NaN.
 __device__ __forceinline__ u32 float8_of_float(float value) {
   const u32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return 0x7f;

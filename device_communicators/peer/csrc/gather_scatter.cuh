@@ -1,5 +1,5 @@
 // `output` of all_gather and `input` of reduce_scatter are [size, numel]; the other tensor may be this rank's row of
-// it. Unaligned rows are moved bytewise.
+// it.
 #pragma once
 
 #include "push.cuh"

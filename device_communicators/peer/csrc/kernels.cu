@@ -4,7 +4,7 @@
 #include "push.cuh"
 #include "staged.cuh"
 
-// The compiler may use all registers: a multiprocessor needs to hold only one block.
+// A multiprocessor needs to hold only one block.
 #define KERNEL(NAME, BODY)                                                     \
   extern "C" __global__ void __launch_bounds__(parallel_state::MAX_THREADS, 1) \
       NAME(const __grid_constant__ parallel_state::Call call) {                \

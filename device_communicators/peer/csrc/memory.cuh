@@ -1,5 +1,5 @@
-// All PTX, and every access whose order or atomicity matters. Accesses to a region have .sys scope, because the peer is
-// another GPU or process. Data accesses are relaxed, not weak, so that none is a race in PTX's memory model.
+// All PTX, and every access whose order or atomicity matters. Peers are other GPUs or processes: accesses to a region
+// have .sys scope. Data accesses are relaxed, so that none is a race in PTX's memory model.
 #pragma once
 
 #include "call.cuh"
@@ -103,7 +103,7 @@ __device__ __forceinline__ u64 load_word(u64 address) {
 
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 
-// Shared by all kernels of this GPU. It advances in steps of 32 ns to 1 us.
+// The GPU's clock advances in steps of 32 ns to 1 us.
 __device__ __forceinline__ u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) : : "memory");

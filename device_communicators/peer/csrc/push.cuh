@@ -1,10 +1,10 @@
-// Every rank writes its data into every other rank's region and then waits only for the peers' data. A packet has 16
-// bytes: 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, so the expected epoch in a half
-// proves its data, without a fence or barrier.
+// Every rank writes its data into every other rank's region and waits only for the peers' data. A packet has 16 bytes:
+// 4 of data, the epoch, 4 of data, the epoch. Each half is one 64-bit access, so its epoch proves its data, without a
+// fence or barrier.
 //
 // In an epoch, block b of each rank sends `count` packets (equal on all ranks, at least 1) to its part of each other
-// rank's slot. Then it waits for `count` packets from each rank. This satisfies the rules Heard and Drained. Each
-// thread sends, receives and writes the same indices, so output may be input.
+// rank's slot, then waits for `count` packets from each: rules Heard and Drained. Each thread sends, receives and
+// writes the same indices, so output may be input.
 #pragma once
 
 #include "elements.cuh"
@@ -66,7 +66,7 @@ __device__ __forceinline__ bool receive_sum(const Block& block, Ranks<SIZE> rank
   return true;
 }
 
-// PART_PACKETS pairs per epoch. i is the index within the epoch, pair that within the tensor.
+// At most PART_PACKETS pairs per epoch.
 template <class Send, class Receive>
 __device__ __forceinline__ void push_all(const Call& call, u64 pairs, Send send, Receive receive) {
   const Share share = share_of(pairs);

@@ -1,11 +1,10 @@
 // Each rank stages data in its own region; peers read it after a barrier.
 //
-// Pull: every rank reads the data of all ranks and sums it. Two-shot: rank r sums shard r and writes the result over
-// that shard in every rank's stage, where no other rank reads it; barrier; every rank reads all shards from its own
-// region.
+// Pull: every rank sums the data of all ranks. Two-shot: rank r sums shard r and writes the result over that shard in
+// every rank's stage, where no other rank reads it; barrier; every rank reads all shards from its own region.
 //
-// Both end each epoch after a barrier, which satisfies the rules Heard and Drained: peers write into this region before
-// they set their last flag. Output may be input: it is written only after its old value was staged.
+// Both end each epoch after a barrier: rules Heard and Drained, as peers write into this region before they set their
+// last flag. Output is written only after its old value was staged, so it may be input.
 #pragma once
 
 #include "elements.cuh"
@@ -77,8 +76,7 @@ __device__ __forceinline__ void unstage_quads(const Block& block, const Tensor& 
   for (; i < count; i += blockDim.x) to.store((start + i) * QUAD_BYTES, load_staged(block, own, i));
 }
 
-// `most` quads per epoch. `exchange(block, start, count)` must have at least one barrier and returns false if a wait
-// was stopped.
+// `most` quads per epoch. `exchange(block, start, count)` must have a barrier and returns false if a wait was stopped.
 template <class Exchange>
 __device__ __forceinline__ void stage_all(const Call& call, u64 quads, u32 most, Exchange exchange) {
   const Share share = share_of(quads);
