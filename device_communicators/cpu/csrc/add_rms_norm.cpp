@@ -15,7 +15,6 @@ void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t row
   }
 }
 
-// All ranks finish all rows: copying two tensors between cores would cost more.
 Status HostGroup::all_reduce_add_rms_norm(const AddRmsNorm& norm, double timeout_s) {
   if (add_rms_norm_function(norm.dtype) == nullptr) return Status::kUnsupported;
   const std::size_t row_bytes = norm.hidden * size_of(norm.dtype);

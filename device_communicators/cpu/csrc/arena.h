@@ -29,9 +29,7 @@ class Arena {
   // Returns free memory to the system. Tensors may outlive the group.
   void end();
 
-  // Of tensors, and of free blocks that have memory.
   std::size_t bytes();
-  // Returns free memory to the system; later frees keep some again.
   void trim();
 
   // A failed peer may still write to blocks, so none is reused.

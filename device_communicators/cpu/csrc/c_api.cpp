@@ -73,7 +73,6 @@ std::size_t ps_segment_bytes(int size) { return Handle::segment_bytes(size); }
 
 std::size_t ps_slots_offset(int size, int rank) { return HostGroup::slots_offset(size, rank); }
 
-// Returns null and sets errno on failure.
 void* ps_map(int descriptor, std::size_t bytes, std::size_t offset) {
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, static_cast<off_t>(offset));
   return memory == MAP_FAILED ? nullptr : memory;
@@ -135,7 +134,6 @@ void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
   return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
 }
 
-// Returns the bytes of this rank's arena that have memory.
 std::uint64_t ps_group_arena(std::uint64_t group, int trims) {
   const std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr || handle->arena() == nullptr) return 0;
@@ -209,7 +207,6 @@ void ps_served_go_on(const char* key, std::uint64_t sequence) {
 
 void ps_measure_calls(int on) { measure_calls(on != 0); }
 
-// 256 rows by method, then how often each rank arrived last.
 void ps_group_meter(std::uint64_t group, std::uint64_t* out) {
   constexpr auto relaxed = std::memory_order_relaxed;
   const std::shared_ptr<Handle> handle = find(group);

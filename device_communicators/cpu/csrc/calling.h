@@ -12,7 +12,7 @@ struct Calling {
   void* (*save_thread)() = nullptr;
   void (*restore_thread)(void*) = nullptr;
   void* (*make_bytes)(const char*, std::ptrdiff_t) = nullptr;
-  void (*raise)(void*, void*, void*) = nullptr;  // PyErr_Restore
+  void (*raise)(void*, void*, void*) = nullptr;
   const char* (*as_bytes)(void*) = nullptr;
   std::ptrdiff_t (*bytes_size)(void*) = nullptr;
   void (*hold)(void*) = nullptr;

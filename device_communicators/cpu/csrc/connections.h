@@ -38,7 +38,7 @@ inline bool is_same_call(const CallRecord& own, const CallRecord& other) {
   return own.history == other.history && own.sequence == other.sequence;
 }
 
-// The body of a kFailure message, which ends the connection.
+// The body of a kFailure message.
 struct FailureNote {
   std::int64_t status = 0, suspect = -1, reporter = -1;
   Misfit misfit;
@@ -67,7 +67,6 @@ class Inbox {
   // The state is kChosen from the head until `take`.
   void expect_any();
   void take(char* at);
-  // Reads a failure note even if no message is expected.
   void listen(bool on = true) { listens_ = on; }
   bool listens() const { return listens_; }
 
@@ -119,7 +118,6 @@ class Outbox {
   void post(const CallRecord& head, const char* body, std::uint64_t bytes);
   int pieces(iovec* pieces, int most) const;
   void sent(std::size_t bytes);
-  // False if part of a message was sent.
   bool drop();
 
   bool is_idle() const { return done_ == messages_.size(); }
@@ -199,7 +197,6 @@ class Connections final : public SideWork {
   int late() const;
   Link* trouble();
   Link* failed();
-  // True if a signal ended the sleep.
   bool sleep(std::int64_t limit_ns);
   void leave();
   void end(const FailureNote* why);

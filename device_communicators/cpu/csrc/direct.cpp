@@ -107,7 +107,6 @@ bool wants_gradient(const Tensor& x) {
   return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
 }
 
-// Methods return false if the call must go to the op.
 class Given {
  public:
   Given(void* twin, void* const* objects, std::ptrdiff_t count) : twin_(twin), objects_(objects), count_(count) {}
@@ -493,7 +492,6 @@ void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {
 }
 
 void* ps_direct_put(void*, void* const* objects, std::ptrdiff_t count) {
-  // Returns a Status, or -1 before anything has begun.
   if (facts == nullptr) return calling.make_integer(-1);
   return guarded([&]() -> void* {
     Given given{nullptr, objects, count};

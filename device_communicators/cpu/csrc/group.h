@@ -43,7 +43,6 @@ struct AddRmsNorm {
   Dtype dtype;
 };
 
-// The sums are in `out`.
 void add_and_norm(const AddRmsNorm& norm, std::size_t first_row, std::size_t rows);
 
 struct Shown {
@@ -62,7 +61,6 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  // The default is derived from the next call's kind and size.
   void tell(Told told) { told_ = told; }
 
   // All ranks make each call, in the same order. Calls of size zero are compared, too.

@@ -104,7 +104,6 @@ class Handle {
   bool enter() { return !busy_.exchange(true, std::memory_order_acquire); }
   void leave() { busy_.store(false, std::memory_order_release); }
 
-  // For a thread that has entered.
   template <typename Call>
   Status run_entered(Call call) {
     if (in_call_) return Status::kBusy;  // in a signal handler
@@ -123,7 +122,6 @@ class Handle {
     }
     in_call_ = false;
     if (measured) meter_->note(*group_, now_ns() - started_ns);
-    // Another transport may carry an unsupported call.
     if (status != Status::kDone && status != Status::kUnsupported) note(status, coarse_now_s() - started_s);
     return status;
   }
@@ -171,7 +169,6 @@ class Handle {
     transfers_ = transfers;
   }
 
-  // For calls that begin later.
   void set_timeout(double timeout_s) { timeout_s_.store(std::min(timeout_s, kLongestS), std::memory_order_relaxed); }
   double timeout_s() const { return timeout_s_.load(std::memory_order_relaxed); }
 
@@ -266,7 +263,7 @@ class Served {
 
   Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
   Record& begin_broadcast(Counted operation, Told told);
-  // Any thread may call it. A transfer has the number of the operation before it.
+  // Any thread may call it.
   Record& begin_transfer(Counted operation, int peer, int method);
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
   bool has_transfers() const { return transfers_under_way_.load(std::memory_order_relaxed) != 0; }

@@ -16,7 +16,6 @@ std::size_t index_of(int rank) { return static_cast<std::size_t>(rank); }
 
 }  // namespace
 
-// `blocks` is [outer, inner_bytes], sorted by host; `out` [outer, size, inner_bytes].
 void HostsGroup::put_in_place(char* out, const char* blocks, std::size_t outer, std::size_t inner_bytes) const {
   const std::size_t bytes = outer * inner_bytes, stride = index_of(size_) * inner_bytes;
   for (std::size_t place = 0; place < order_.size(); ++place) {

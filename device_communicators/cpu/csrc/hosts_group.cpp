@@ -24,7 +24,7 @@ constexpr std::uint32_t kMovesAtOnce = 64;
 constexpr std::size_t kCopiedBytes = 1 << 20;
 constexpr std::size_t kMostKept = 1 << 20;
 constexpr std::uint64_t kPieceBytes = 4 << 20;
-constexpr std::uint64_t kSmallBytes = 32 << 10;  // smaller neighbouring tensors are copied into one chunk
+constexpr std::uint64_t kSmallBytes = 32 << 10;
 
 // A rank may give up after it had sent its part.
 void read_failure(Link& link) {
@@ -275,7 +275,6 @@ Status HostsGroup::at_home_ended() {
   return take_failure(loss.reporter, loss.rank, static_cast<Status>(loss.status));
 }
 
-// This rank's control plane may report later that the suspect left.
 Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
   suspect_ = suspect;
   if (status != Status::kPeerDied) {
@@ -444,7 +443,6 @@ Status HostsGroup::barrier(double timeout_s) {
 // Reveals mismatches within the host before this rank waits for another host.
 Status HostsGroup::pass() { return is_alone() ? Status::kDone : at_home(local_.pass(left_s())); }
 
-// The root's parent is -1.
 void HostsGroup::find_tree(int root, int* parent, std::vector<int>* children) const {
   const int place = (host_ - root + hosts_) % hosts_;
   int step = 1;

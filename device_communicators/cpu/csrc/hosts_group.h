@@ -185,12 +185,12 @@ class HostsGroup final : public Group {
   Scratch blocks_, totals_;
   std::vector<char> message_;
   std::vector<Piece> chunks_;
-  bool was_left_ = false;  // the taker left the message for the next call
+  bool was_left_ = false;
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
   std::vector<std::uint64_t> rows_;  // of all_to_all: bytes that each rank sends to and expects from each
   std::vector<std::size_t> starts_;  // of the blocks in `out`, then in `in`
-  std::vector<int> pending_;         // ranks whose heads haven't arrived
+  std::vector<int> pending_;
   std::vector<bool> is_table_;
   bool is_strange_ = false;
   std::vector<std::uint32_t> part_numbers_, result_numbers_, sent_numbers_;

@@ -40,7 +40,6 @@ constexpr std::uint64_t kMostLoans = 4096;  // per message, and per rank at once
 // Thread-safe.
 class Lender {
  public:
-  // Below this size a loan costs more than it saves.
   static constexpr std::uint64_t kLeastBytes = 128 << 10;
   static constexpr std::uint64_t kMostBytes = 256 << 20;
 

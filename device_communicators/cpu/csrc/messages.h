@@ -20,7 +20,7 @@ enum class Outcome : int {
   kLeft = 0,
   kDone = 1,
   kNoRoom = 2,  // nothing has happened
-  kRaised = 3   // the taker refused the received message
+  kRaised = 3   // the taker refused the message
 };
 
 // `method`: a number in TRANSFERS of user_call.py.
@@ -46,7 +46,6 @@ bool write_list_head(std::string_view form, const std::vector<std::uint64_t>& si
 Outcome send_message(Served& served, ToOne to, const std::vector<Piece>& pieces, int heads);
 // Null if messages go through rings, or need Python.
 std::shared_ptr<Transfers> connections_of(Served& served, int rank);
-// Returns as Transfers::start.
 std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const OutgoingMessage& message,
                            const TransferUser* user, void* self, bool waits);
 // Between hosts. The thread must have entered `handle`.
@@ -54,7 +53,6 @@ Status broadcast_entered(Handle& handle, Told told, const std::vector<Piece>& pi
 Status receive_entered(Handle& handle, Told told, int src, Taker& taker, HostsGroup::Taken* taken);
 Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& pieces, int heads);
 
-// The first piece is the known head.
 Outcome receive_message(Served& served, ToOne from, const std::vector<Piece>& pieces);
 Outcome receive_broadcast(Served& served, Told told, int src, const std::vector<Piece>& pieces);
 

@@ -91,7 +91,6 @@ class Kept {
   bool handed_back_ = false;
 };
 
-// Lives until its transfer is released.
 struct Lasting {
   OutgoingMessage message;
   std::vector<char> written;
@@ -103,7 +102,6 @@ struct Lasting {
     packer().hold();
     objects = packer().take_held();
     packer().free();
-    // The packer's own bytes.
     const auto is_written = [](int at) { return at == 0 || at % 2 == 1; };
     std::size_t bytes = 0;
     for (int at = 0; at < heads; ++at) bytes += is_written(at) ? pieces[at].bytes : 0;
@@ -432,7 +430,7 @@ class Received final : public Taker, private Tensors {
 #pragma GCC visibility push(default)
 extern "C" {
 
-void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  // dict, form, head
+void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -443,7 +441,7 @@ void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {  /
   return send(*served, {int_of(given[1]), int_of(given[2])}, true, false);
 }
 
-void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count) {  // dict, form, head
+void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -454,7 +452,6 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   return answer(broadcast(python, *served, told_of(given[1]), false));
 }
 
-// object, limit, slices, mine, whole, waits (between hosts)
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const Python& python = python_of(self);
@@ -466,7 +463,7 @@ void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
   return send(*served, {int_of(given[1]), int_of(given[2])}, given[8] == python.true_object, true);
 }
 
-void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {  // object, limit
+void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 4) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -476,7 +473,7 @@ void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t coun
   return answer(broadcast(python, *served, told_of(given[1]), true));
 }
 
-void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // head, list
+void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -491,7 +488,7 @@ void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {  // h
   return answer(outcome);
 }
 
-void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t count) {  // head, list
+void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 4) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
@@ -540,7 +537,6 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   });
 }
 
-// transfers, dst, tag, start of the head, other pieces, number of these in the head, owner of the memory.
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
@@ -574,7 +570,7 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   return calling.make_integer(number);
 }
 
-// transfers, src, tag, timeout in us, group's number, address of a QueueReport.
+// Timeout in us.
 void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
@@ -587,7 +583,6 @@ void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t coun
   });
 }
 
-// The group's number, the words of the call, start of the head, other pieces, number of these in the head.
 void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};

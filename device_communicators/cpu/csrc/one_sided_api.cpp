@@ -80,7 +80,6 @@ void ps_window_refusal(std::int64_t* words, char* text, std::size_t capacity) {
 int ps_window_end(void* window) { return static_cast<int>(shared(window)->end(&refusal)); }
 void ps_window_delete(void* window) { delete static_cast<std::shared_ptr<SharedWindow>*>(window); }
 
-// window, dst, first element, elements, dtype, data, whether a signal follows.
 void* ps_window_putting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
   const auto word = [given](int at) { return static_cast<std::int64_t>(number_of(given[at])); };
@@ -96,7 +95,7 @@ void* ps_window_signalling(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return window->signal(dst, &refusal); });
 }
 
-// window, src, timeout in us; -1 for the group's.
+// Timeout in us; -1 for the group's.
 void* ps_window_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
   const std::shared_ptr<SharedWindow> window = shared(pointer_of(given[0]));

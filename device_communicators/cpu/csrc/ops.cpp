@@ -374,7 +374,7 @@ Carried broadcast(Served& served, const Tensor& x, std::int64_t src, Tensor* out
   });
   if (carried != Carried::kYes || !sends) return carried;
   if (given.nbytes() < kPooledBytes) std::memcpy(out->mutable_data_ptr(), data, given.nbytes());
-  else out->copy_(given);  // with several threads
+  else out->copy_(given);
   return carried;
 }
 

@@ -47,7 +47,7 @@ bool integer(Bytes& to, std::int64_t value) {
   return tagged(to, 0xd3, bits, 8);
 }
 
-// Within the tag if below `few`, else in 8, 16 or 32 bits after it. A tag of 0: msgpack has none.
+// A tag of 0: msgpack has none.
 bool sized(Bytes& to, std::uint64_t size, std::uint8_t tag, std::uint64_t few, std::uint8_t tag_8,
            std::uint8_t tag_16) {
   if (size < few) return tagged(to, static_cast<std::uint8_t>(tag | size), 0, 0);

@@ -38,7 +38,7 @@ struct Python {
   const void* dict;
   const void* const* leaves;  // most frequent first
   std::ptrdiff_t leaf_count;
-  const void* const* others;  // types of tensors
+  const void* const* others;
   std::ptrdiff_t other_count;
   std::ptrdiff_t (*dict_size)(void*);
   const void* const* texts;  // of keys of any dict

@@ -178,10 +178,9 @@ class Progress {
       if (nap == kLongestNap) ++idle;
       if (naps) wake_.wait_for(lock, nap);
     }
-    --servers_;  // another thread took over during a callback
+    --servers_;
   }
 
-  // Returns false if it must nap.
   bool sleep(std::unique_lock<std::mutex>& lock, const std::vector<std::shared_ptr<Movable>>& all) {
     sleeps_ = true;
     Sleep sleep;

@@ -99,7 +99,6 @@ bool QueueWriter::wants_loans() const {
   return lender_ != nullptr && (ends_->wants_loans.load(std::memory_order_relaxed) & readers) == readers;
 }
 
-// On success the loans' records follow the head; else the message is unchanged.
 bool QueueWriter::lend(int heads) {
   const std::uint64_t readers = ((std::uint64_t{1} << shape_.readers) - 1) << 1;
   const int tensors = static_cast<int>(pieces_.size()) - heads;

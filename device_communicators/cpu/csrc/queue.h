@@ -166,7 +166,6 @@ class QueueReader : public RingEnd {
   QueueStatus borrow(std::vector<Loan>* loans, double timeout_s);
   bool is_lent() const { return lent_left_ != 0; }
 
-  // False if the head exceeds the first chunk.
   bool is_next(const char* head, std::uint64_t bytes) const;
 
   bool is_at_hand() const { return bytes_left() == 0 || (in_chunk_ && end_ - offset_ == bytes_left()); }

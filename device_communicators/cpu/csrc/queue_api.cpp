@@ -103,7 +103,6 @@ void serve(OpenEnd<End>* open, std::uint64_t group, std::uint64_t* broadcasts, A
   if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(*handle);
 }
 
-// False if a thread uses the end, whose memory must then stay.
 template <typename End>
 bool close(OpenEnd<End>* open) {
   const std::shared_ptr<OpenEnd<End>> last = open->itself;

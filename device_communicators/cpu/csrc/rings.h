@@ -51,7 +51,7 @@ class Rings final : public Transfers {
     std::atomic<bool> is_broken{false};  // announced after the turn
   };
   struct Outgoing : End {
-    std::unique_ptr<QueueWriter> writer;  // this and the next: used in the turn
+    std::unique_ptr<QueueWriter> writer;  // used in the turn, as the next
     Held current;
   };
   struct Incoming : End {

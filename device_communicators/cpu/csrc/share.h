@@ -10,7 +10,6 @@ namespace parallel_state {
 
 constexpr std::size_t kShareBlockBytes = 8 << 10;  // fits the first-level cache
 
-// Copies each block to the other outs. Advances `sources`.
 inline void reduce_and_share(char* const* outs, int out_count, const void** sources, int source_count,
                              std::size_t count, std::size_t width, ReduceFunction reduce) {
   const std::size_t block = kShareBlockBytes / width;

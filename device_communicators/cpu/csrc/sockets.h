@@ -39,7 +39,6 @@ class StripeSends {
   bool is_idle() const { return parts_.empty(); }
   const Owner& owner() const { return parts_.front().owner; }
 
-  // Returns the error that ended the connection, or 0.
   template <typename Ended>
   int write(int descriptor, bool* moved, Ended ended) {
     while (!parts_.empty()) {

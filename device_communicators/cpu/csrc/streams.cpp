@@ -42,7 +42,6 @@ class Streams::Stream {
   void start(const Held& transfer);
   void go_on(const Held& receive, const std::vector<Piece>& pieces);
   void deliver(const Held& receive, const Early& message);
-  // False if the kernel had neither data nor room.
   bool move();
   void poll_for(std::vector<pollfd>* polled) const;
   void stop(const char* why);
@@ -62,7 +61,7 @@ class Streams::Stream {
   };
   struct Awaited {
     Held transfer;
-    bool announced;  // the body is sent after the answer
+    bool announced;
   };
   struct Asked {
     Held receive;
@@ -122,7 +121,7 @@ class Streams::Stream {
   std::string broken_;  // can't be written; data may still be readable
   std::deque<Outgoing> sends_;
   ByTag<Awaited> answers_;
-  ByTag<Asked> asked_;  // receives that wait for announced bodies
+  ByTag<Asked> asked_;
   const std::uint64_t early_limit_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;  // sent at once; received by the peer of these
   std::uint64_t taken_bytes_ = 0;                      // received of those sent at once
@@ -400,14 +399,12 @@ void Streams::Stream::parse() {
   }
 }
 
-// No rank of this version sends such bytes.
 bool Streams::Stream::refuse() {
   done->failure.status = static_cast<std::int64_t>(QueueStatus::kMalformed);
   done->failure.peer = done->failure.suspect = rank;
   return false;
 }
 
-// False if the connection or the group is unusable.
 bool Streams::Stream::take_frame(const Frame& frame) {
   const auto is = [&frame](const char* magic) { return std::memcmp(frame.magic, magic, sizeof frame.magic) == 0; };
   if (is(kPut)) return begin_put(frame);

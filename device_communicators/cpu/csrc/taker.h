@@ -1,4 +1,3 @@
-// Receives a message of unknown size.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +22,7 @@ class Taker {
   virtual std::uint64_t most_head_bytes() const = 0;  // `head_buffer` gets only kHeadStart bytes of a longer head
   virtual bool wants_loans() const = 0;
   virtual char* head_buffer(std::uint64_t bytes) = 0;
-  // Appends the addresses of the tensors. False refuses the message.
+  // False refuses the message.
   virtual bool take_head(const Head& head, std::vector<Piece>* pieces) = 0;
   // A refused message then stays for the next receive.
   virtual bool leaves_message() const { return false; }

@@ -16,7 +16,7 @@ namespace {
 constexpr std::int64_t kShortestNapNs = 50'000;
 constexpr std::int64_t kLongestNapNs = 1'000'000;
 constexpr std::uint64_t kFewBytes = 64 << 10;  // copied without releasing the interpreter lock
-constexpr std::int64_t kLooksNs = 50'000'000;  // interval of checks for lost ranks and signals
+constexpr std::int64_t kLooksNs = 50'000'000;
 thread_local const Transfers* interrupted_transfers = nullptr;
 
 std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
@@ -185,7 +185,6 @@ void Transfers::ask_taker(const Held& receive, int source, Done* done) {
   receive->asks.store(true, std::memory_order_release);
 }
 
-// False if the taker leaves the message.
 bool Transfers::run_taker(const Held& receive) {
   IncomingMessage& message = *receive->call.incoming;
   if (!receive->is_open()) return receive->asks = false, true;
@@ -453,7 +452,7 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
 
 void Transfers::break_off(Number number) {
   interrupt(number, end_together());
-  if (end_together() && !has_failed()) abandon();  // the message was complete
+  if (end_together() && !has_failed()) abandon();
 }
 
 void Transfers::interrupt(Number number, bool ends_all) {

@@ -37,7 +37,7 @@ struct IncomingMessage {
   Taker* taker = nullptr;  // null between two calls; used only by the waiting thread
   // This and the next fields are guarded by the medium's lock until `asks` is set.
   std::uint64_t most_head_bytes = 0;
-  std::vector<char> head;  // or its beginning
+  std::vector<char> head;
   std::uint64_t head_bytes = 0, tensor_bytes = 0;
   bool is_at_hand = false;
   std::shared_ptr<const char> early;  // in one piece
@@ -147,7 +147,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // Announced without locks: callbacks may start transfers.
   struct Done {
     std::vector<Held> transfers;
-    TransferFailure failure;  // valid if its status isn't 0
+    TransferFailure failure;
     std::string text;
     Held first;
     bool asks = false;  // a waiter must show a message's head to its taker
@@ -175,7 +175,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
 
   // `early`: the whole message if it arrived before; else null.
   virtual void begin(const Held& transfer, const Early& early) = 0;
-  // Doesn't wait. True if anything moved.
   virtual bool move_all() = 0;
   // Until the transfer has ended or `until_ns`. kBusy: another thread moves it. kSignal: the caller runs its handler;
   // other threads can move meanwhile.
@@ -201,7 +200,6 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool check_form(const Held& receive, int peer, const Form& sent, Done* done);
   void note_form(const Held& first, int peer, const Form& sent, const Form& expected, Done* done);
   Held first_with(int peer);
-  // False if the transfer has ended or moved bytes.
   bool take_back(Number number);
   void finish(const Held& transfer, int source, Done* done);
   void announce(Done& done);
@@ -216,7 +214,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   const int rank_, size_;
   std::vector<std::unique_ptr<Sends>> sends_;
   std::vector<std::atomic<int>> reserved_;
-  std::atomic<int> waiters_{0}, movers_{0};  // callers in `wait`, and those that move all transfers
+  std::atomic<int> waiters_{0}, movers_{0};
   std::atomic<int> left_{0};
   int served_tag_ = 0;
 
@@ -236,9 +234,9 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   std::atomic<std::int64_t> next_deadline_ns_{INT64_MAX};
   std::atomic<bool> has_failed_{false}, asleep_{false};
   std::shared_ptr<const Losses> watched_;
-  std::atomic<std::int64_t> next_look_ns_{0};  // for lost ranks
-  Number numbers_ = 0;                         // this and the following fields are guarded by mutex_
-  std::map<Number, Held> open_;                // unsettled
+  std::atomic<std::int64_t> next_look_ns_{0};
+  Number numbers_ = 0;           // this and the following fields are guarded by mutex_
+  std::map<Number, Held> open_;  // unsettled
   std::set<Number> failed_;
   struct Found {
     Number number;

@@ -63,7 +63,7 @@ void* opened(Made made) {
   return new std::shared_ptr<Transfers>(std::move(made));
 }
 
-// transfers, sends, peer, tag, dtype, address, bytes. The transfer keeps `owner`.
+// The transfer keeps `owner`.
 TransferCall call_of(void* const* given, void* owner) {
   const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
   calling.hold(owner);
@@ -166,7 +166,6 @@ int ps_transfers_drain(void* transfers, double timeout_s) { return transfers_of(
 // 0: a thread is still in a queue, whose memory must stay.
 int ps_transfers_close(void* transfers) { return transfers_of(transfers).close() ? 1 : 0; }
 
-// As `call_of`, then the owner of the memory.
 void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 8) return nullptr;
   const TransferCall call = call_of(given, given[7]);
@@ -174,7 +173,7 @@ void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   return unlocked([&] { return transfers->start(call, false); });
 }
 
-// The same, then a timeout in us.
+// Timeout in us.
 void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const TransferCall call = call_of(given, given[7]);

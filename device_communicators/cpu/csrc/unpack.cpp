@@ -118,7 +118,6 @@ bool Unpacker::unsigned_number(std::uint64_t* found) {
   return tag <= 0x7f || (tag >= 0xcc && tag <= 0xcf && number(1 << (tag - 0xcc), found));
 }
 
-// Within the tag if below `few`, else in the 16 or 32 bits after it.
 bool Unpacker::size_of(std::uint8_t tag, std::uint8_t few_tag, std::uint8_t few, std::uint8_t tag_16,
                        std::uint64_t* size) {
   *size = tag & (few - 1);

@@ -46,7 +46,7 @@ bool membarrier(int command) { return syscall(SYS_membarrier, command, 0, 0) == 
 std::uint16_t current_core() { return static_cast<std::uint16_t>(sched_getcpu() + 1); }
 
 // This thread's next waits that sleep without yielding: beside a foreign process on the core, a yielding rank waits for
-// its time slice (1.9 ms a call against 0.2). Doubled while this continues.
+// its time slice (1.9 ms a call against 0.2). Yielding is tried again after twice as many waits.
 thread_local int wary_waits = 0;
 thread_local int wary_next = kLeastWaryWaits;
 
