@@ -104,7 +104,7 @@ void Core::tell_verdict(const AgreementKey& key, std::shared_ptr<const Verdict> 
   action.verdict = std::move(verdict);
 }
 
-// Ends the calls as undecided. This process still answers peers.
+// This process still answers peers.
 void Core::end_calls() {
   for (auto& [key, round] : rounds_) {
     if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
@@ -335,7 +335,6 @@ void Core::deliver(RoundEntry* entry) {
   tell_verdict(key, undecided(target < 0 ? round.members : std::vector<Proc>{round.members[target]}));
 }
 
-// Sends the value and later done, once per decider and connection.
 void Core::serve(RoundEntry* entry, int target) {
   Round& round = entry->second;
   const bool done = round.verdict != nullptr && round.delivered;

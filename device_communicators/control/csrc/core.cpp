@@ -435,7 +435,6 @@ bool Core::on_identity(int connection, const Frame& frame) {
 
 bool Core::on_frame(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  // World 0: the sender hasn't met its world.
   if (frame.world != world_ && frame.world != 0 && world_ != 0) return false;
   if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
   if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
@@ -722,7 +721,6 @@ void Core::find_watched_links() {
     if (link.beating && now_ - link.heard > config_.beat * 5 / 2) continue;
     if (watch.link < 0 || index_of(link.proc) < index_of(links_[watch.link].proc)) watch.link = connection;
   }
-  // After an answer, a hunt keeps only the lowest process's connection.
   std::vector<int> surplus;
   for (const auto& [connection, link] : links_) {
     const int domain = link.for_watch ? domain_of(link.proc) : -1;

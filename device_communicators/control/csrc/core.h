@@ -71,7 +71,7 @@ inline void get(Reader* reader, std::shared_ptr<const Roster>* roster) {
 
 struct Config {
   Nanos tick = 200 * kMillisecond;      // between two beats of a board
-  Nanos stale = 500 * kMillisecond;     // without a board beat for this long, the next rank acts as the lead
+  Nanos stale = 500 * kMillisecond;     // then the next rank acts as the lead
   Nanos beat = kSecond;                 // between two beats of a watched connection
   Nanos limit = 20 * kSecond;           // a domain silent for this long is unreachable; at least 4 beats
   Nanos patience = 600 * kMillisecond;  // before a lead that left is replaced, or a silent domain redialed
@@ -245,15 +245,15 @@ class Core {
   enum class Source { kOwn, kPeer, kBoard };
 
   struct Link {
-    Proc proc = 0;        // unverified until `identified`
+    Proc proc = 0;
     Bytes nonce, theirs;  // this side's, the peer's
     bool dialed = false;
     bool for_watch = false;  // and used for nothing else
     bool identified = false;
-    bool beating = false;  // one side watches it
+    bool beating = false;
     Nanos opened = 0, watched = 0;
     Nanos heard = 0;  // last bytes arrived
-    Nanos sign = 0;   // last sign of life of the kernel
+    Nanos sign = 0;
     Nanos beaten = 0;
     std::uint64_t peer_digest = kEmptyDigest;
     Parser parser;
@@ -401,7 +401,7 @@ class Core {
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
   static Message message_of(const RoundEntry& entry);
   int first_living(const Round& round) const;
-  bool advance(RoundEntry* entry);  // false: the agreement was erased
+  bool advance(RoundEntry* entry);
   void reach_verdict(Round* round);
   bool ask_all(RoundEntry* entry);
   void conclude(Round* round, Verdict::Kind kind, std::vector<Proc> culprits);
@@ -425,7 +425,7 @@ class Core {
   Nanos skew_ = 0;
   Nanos alarm_ = kNever;
   Nanos next_tick_ = 0;
-  Nanos alert_ = -kAlert;                          // last death in this domain
+  Nanos alert_ = -kAlert;
   Nanos leaving_ = kNever, waits_until_ = kNever;  // latest time to leave; to wait for the domain
   int beats_asked_ = 0;
   bool said_left_ = false;      // on the board
@@ -440,7 +440,7 @@ class Core {
   std::shared_ptr<const Roster> roster_;  // null before kMeet
   int me_ = -1;
   bool leading_ = false;
-  Nanos led_ = 0;  // when is_lead() was last true
+  Nanos led_ = 0;
   std::vector<Watch> watches_;
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;

@@ -25,7 +25,7 @@ namespace {
 constexpr Nanos kDialTime = 2 * kSecond;
 constexpr Nanos kCloseTime = 2 * kSecond;
 constexpr Nanos kPoll = 5 * kMillisecond;  // acknowledgements and boards raise no event
-constexpr Nanos kShortage = kSecond / 10;  // pause of accept after descriptors ran out
+constexpr Nanos kShortage = kSecond / 10;  // of accept, after descriptors ran out
 constexpr Nanos kQuiet = 60 * kSecond;
 constexpr Nanos kAttach = kSecond;
 constexpr std::size_t kMostUnsent = 64U << 20;
@@ -275,7 +275,6 @@ class Driver {
     if (said || now >= stay->leave_by) finish(stay);
   }
 
-  // Returns the source's number; -1 if it can't be polled.
   int add(Stay* stay, Source source, int descriptor, std::uint32_t events) {
     do last_number_ = last_number_ % INT_MAX + 1;
     while (sources_.count(last_number_) != 0);
@@ -489,7 +488,6 @@ class Driver {
     }
   }
 
-  // Returns true at the end of the stream.
   static bool drain(Connection* connection) {
     char bytes[4096];
     for (int i = 0; i < 64; ++i) {

@@ -25,7 +25,7 @@ class Inbox {
  public:
   enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
-  // Drops logs and questions when full: peers can cause any number.
+  // Drops logs and questions when full.
   void push(Kind kind, const Action& news);
   // Makes `news` the last of the queue. Allocates no memory.
   void end(Bytes news) noexcept;
@@ -33,7 +33,6 @@ class Inbox {
   std::size_t take(char* buffer, std::size_t capacity);
   int number() const { return wake_.number(); }
 
-  // Returns false if the verdict is expected already.
   bool expect(const AgreementKey& key);
   void give(Kind kind, const Action& news);
   // Returns the size, 0 if it hasn't arrived, or -1 if the stay is over. Copies what fits.

@@ -24,8 +24,8 @@ namespace {
 
 constexpr std::size_t kReadBytes = 32U << 10;
 constexpr std::size_t kMostShown = 64;
-constexpr Nanos kPause = 20'000'000;  // before redialing after an early close
-constexpr Nanos kEnd = 200'000'000;   // for a running server to end a cancelled wait
+constexpr Nanos kPause = 20'000'000;
+constexpr Nanos kEnd = 200'000'000;  // for a running server to end a cancelled wait
 constexpr std::size_t kMostFree = 4;
 // Keepalives keep firewalls from dropping idle connections. A connection ends 70 s after the server's host vanished.
 constexpr int kIdleSeconds = 10, kProbes = 6;
@@ -189,7 +189,7 @@ class Guest {
 };
 
 struct Client {
-  std::vector<std::string> addresses;  // numeric; the server may listen at only one
+  std::vector<std::string> addresses;  // the server may listen at only one
   int port = 0;
   std::string token;
   std::list<std::unique_ptr<Guest>> free;  // idle; guarded by the fork mutex
@@ -331,7 +331,6 @@ std::int64_t ps_store_ask(std::int64_t client, const char* content, std::uint64_
   return -ENOMEM;
 }
 
-// Returns 0 or the negative errno of Request::wait.
 int ps_store_wait(std::int64_t handle, double slice_s) try {
   const auto request = find(requests, handle);
   return request == nullptr ? -ESRCH : -request->wait(monotonic_now() + static_cast<Nanos>(slice_s * 1e9));

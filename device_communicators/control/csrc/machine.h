@@ -52,7 +52,6 @@ class Descriptor {
 
 // `host`: a numeric address. Returns no descriptor, and sets errno, if it fails.
 Descriptor begin_dial(const std::string& host, int port);
-// Returns an errno. A socket that connected to itself was refused.
 int dial_error(int socket);
 // Sets `port` to the listener's. Fails as begin_dial.
 Descriptor listen_at(const std::string& address, int* port);
@@ -96,7 +95,6 @@ class Board {
 
 class PeerBoard {
  public:
-  // `number`: the board's descriptor in `pid`.
   bool open(int pid, int number, Proc proc);
   // Returns true if the beat moved. `is_new`: `state` was set.
   bool read(Bytes* state, bool* is_new);
@@ -114,7 +112,6 @@ class PeerBoard {
 class ProcessWatch {
  public:
   enum Found { kRuns, kExited, kUnknown };
-  // `began`: 0 if unknown.
   Found open(int pid, std::uint64_t began);
   bool is_polled() const { return polled_; }
   bool has_exited() const;

@@ -11,7 +11,6 @@ namespace parallel_state::control {
 // The last 32 to 64 KiB, and the core before them.
 class Record {
  public:
-  // Call it before `core` handles `event`.
   void add(const Core& core, Nanos now, const Event& event);
   // Without tokens.
   Bytes bytes(const Core& core) const;

@@ -76,7 +76,7 @@ class Store {
   };
   // Each method appends replies to `out`, also to guests whose last missing key was set.
 
-  // `handed`: the bytes of kGuest. Returns false if the connection must be closed.
+  // Returns false if the connection must be closed.
   bool admit(int guest, std::string_view token, std::string_view handed, std::vector<Output>* out);
   bool take(int guest, std::string_view bytes, std::vector<Output>* out);
   void answer(int guest, const Bytes& bytes, std::vector<Output>* out);
