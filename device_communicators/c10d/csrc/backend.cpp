@@ -105,7 +105,6 @@ struct Below {
 // torch runs up to this many elements in the calling thread.
 constexpr std::int64_t kOneThreadElements = 32768;
 
-// Integers are divided toward zero, as NCCL does.
 void divide_(const Tensor& x, std::int64_t divisor) {
   const DefaultFloatingPoint state;
   const at::ScalarType dtype = x.scalar_type();
@@ -543,7 +542,6 @@ void Backend::call_failure_hooks() {
   callbacks_.without_interpreter([this] { Hooks::call_failed(hooks_); });
 }
 
-// The future holds `outputs`.
 Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
                                  std::chrono::milliseconds timeout, std::function<void()> body) {
   check_usable(kind.method);

@@ -60,7 +60,6 @@ class Backend : public HookedBackend {
   const c10::intrusive_ptr<Options>& options() const { return options_; }
   const std::shared_ptr<CallLog>& calls() const { return calls_; }
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // From torch 2.15 on.
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout);
   static std::atomic<std::int64_t> extended_ms;  // what `extended_deadline` adds to all calls of this process
   // No `override`: torch has them from 2.14 on.
@@ -107,7 +106,6 @@ class Backend : public HookedBackend {
   Started endCoalescing() override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
-  // From torch 2.10 on.
   virtual bool supportsShrinking() const { return size_ > 1; }
   virtual c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
                                                    const c10::intrusive_ptr<c10d::Backend::Options>& options);
@@ -133,7 +131,6 @@ class Backend : public HookedBackend {
     std::size_t list_length = 0;
   };
 
-  // Not templates: they would be compiled for each collective.
   Started submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async, std::chrono::milliseconds timeout,
                  std::function<void()> body);
   Started by_gloo(c10d::OpType type, const char* method, int peer, const std::function<Started(c10d::Backend&)>& start,

@@ -243,8 +243,8 @@ c10::intrusive_ptr<ReconfigurableBackend> make_reconfigurable(int rank, int size
 }
 #endif  // C10D_BACKEND_HAS_RECONFIGURE
 
-// Call it before the types are registered, which is possible only once. A module compiled for another build of torch
-// crashes later: both call each other's virtual functions.
+// Checks torch's build before types are registered, which works only once: torch and a module for another build would
+// call each other's virtual functions.
 class FirstCall final : public c10d::Backend {
  public:
   static void check() {

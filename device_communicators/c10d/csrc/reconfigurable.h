@@ -18,7 +18,6 @@ class ReconfigurableBackend final : public HookedBackend {
   // Each callback takes the interpreter lock itself.
   struct Membership {
     std::function<std::string()> handle;
-    // Calls `end_group` after it checked the arguments.
     std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
     std::function<std::exception_ptr(const char* method)> no_group;
     std::function<void()> revoke;

@@ -213,7 +213,7 @@ Window::Started Window::wait_signal(std::int64_t peer, bool is_async, const c10d
   const int src = static_cast<int>(peer);
   const double timeout_s = seconds(backend_->timeout_of(options.timeout));
   if (is_async) {
-    get_attr(peer);  // raises for a rank that can't signal
+    get_attr(peer);
     return c10::make_intrusive<Signalled>(c10::intrusive_ptr<Window>::reclaim_copy(this), src, timeout_s);
   }
   const auto started = Clock::now();

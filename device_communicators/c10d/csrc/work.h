@@ -19,7 +19,6 @@ namespace parallel_state {
 
 using Clock = std::chrono::steady_clock;
 
-// Returns what a signal handler raised, in the thread that runs handlers; else null.
 using Interruption = std::function<std::exception_ptr()>;
 
 std::uint64_t new_key();
@@ -76,7 +75,7 @@ class Operation : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   void synchronize() override;
 
-  // A wait that times out raises DistBackendError, and the call continues.
+  // If a wait times out, the call continues.
   bool wait(std::chrono::milliseconds timeout) override;
 
   void begin(const Hooks& hooks) {
@@ -89,7 +88,6 @@ class Operation : public c10d::Work {
     settle(std::move(error));
     announce();
   }
-  // Null if the future wasn't requested.
   c10::intrusive_ptr<c10::ivalue::Future> take_future();
   void announce(const c10::intrusive_ptr<c10::ivalue::Future>& future);
   bool has_announcement() const;
