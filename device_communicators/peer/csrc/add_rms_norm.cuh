@@ -98,7 +98,7 @@ __device__ __forceinline__ u32 over_block(u32 value) {
   u32* const of_warps = shared_array<u32, MAX_THREADS / LANES, TAG>();
   const u32 lane = threadIdx.x % LANES, warp = threadIdx.x / LANES;
 #pragma unroll
-  for (u32 mask = 1; mask < LANES; mask *= 2) {  // correct in lane 0, however many lanes exist
+  for (u32 mask = 1; mask < LANES; mask *= 2) {
     const u32 other = __shfl_xor_sync(~0u, value, mask);
     if (warp * LANES + (lane ^ mask) < blockDim.x) value = Operation::of(value, other);
   }
@@ -184,7 +184,6 @@ class NormPiece {
     return finish(row, scale);
   }
 
-  // Loads that don't need the peers' data are issued before the wait.
   __device__ __forceinline__ bool add(u32 row, const Tensor& input, u32 i, u32& squares) {
     const Values before = Values::of(row_of(call_.residual, row).template load<2>(at(i)));
     weights_[i] = row_of(call_.weight, 0).template load<2>(at(i));

@@ -29,7 +29,7 @@ struct Call {
   u64 deadline_ns;
   u32 rank;
   u32 size;
-  u32 operation;  // the host's number of this kernel, for reports
+  u32 operation;
   u32 rows;
   u32 hidden;
   float eps;

@@ -65,7 +65,6 @@ struct Tensor {
   u64 address;
   u64 bytes;
 
-  // True if words up to the offset `end` can be moved by whole instructions.
   template <u32 COUNT>
   __device__ __forceinline__ bool is_whole(u64 end) const {
     return end <= bytes && address % (4 * COUNT) == 0;
@@ -117,7 +116,6 @@ struct Floats {
     for (u32 i = 0; i < LENGTH; ++i) at[i] += other.at[i];
   }
 
-  // To nearest, ties to even.
   __device__ __forceinline__ Words<COUNT> rounded() const {
     Words<COUNT> words;
 #pragma unroll

@@ -30,7 +30,6 @@ __device__ __forceinline__ void send_pair_to_all(const Block& block, Ranks<SIZE>
   }
 }
 
-// False if the wait was stopped.
 template <u32 SIZE, u32 MOST>
 __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ranks, u32 i, const Pair& own,
                                               Pair (&pairs)[MOST]) {
@@ -41,7 +40,7 @@ __device__ __forceinline__ bool receive_pairs(const Block& block, Ranks<SIZE> ra
   while (true) {
     Packet packets[MOST];
 #pragma unroll
-    for (u32 r = 0; r < MOST; ++r) {  // all loads are issued before the first is used
+    for (u32 r = 0; r < MOST; ++r) {
       packets[r] = load_packet(first + (ranks.has(r) ? u64{r} * PART_PACKETS * PACKET_BYTES : 0));
     }
     u32 missing = MAX_RANKS;

@@ -39,7 +39,6 @@ __device__ __forceinline__ Floats<T, 4> sum_staged(const Block& block, Ranks<SIZ
   return sum_in_rank_order<T>(ranks, quads);
 }
 
-// Returns where this thread must continue.
 template <class Load, class Store>
 __device__ __forceinline__ u32 move_several(u32 count, Load load, Store store) {
   constexpr u32 AT_ONCE = 4;
