@@ -71,7 +71,7 @@ inline void get(Reader* reader, std::shared_ptr<const Roster>* roster) {
 
 struct Config {
   Nanos tick = 200 * kMillisecond;      // between two beats of a board
-  Nanos stale = 500 * kMillisecond;     // then the next rank acts as the lead
+  Nanos stale = 500 * kMillisecond;     // without a board beat for this long, the next rank acts as the lead
   Nanos beat = kSecond;                 // between two beats of a watched connection
   Nanos limit = 20 * kSecond;           // a domain silent for this long is unreachable; at least 4 beats
   Nanos patience = 600 * kMillisecond;  // before a lead that left is replaced, or a silent domain redialed
