@@ -46,7 +46,9 @@ def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None
     route, make = MAKING[what]
     with world_over(route, port, T_S) as group:
         group.barrier()
-        Path(folder, f"ready-{group.rank}").write_text(str(os.getpid()), encoding="utf-8")
+        part = Path(folder, f"part-{group.rank}")
+        part.write_text(str(os.getpid()), encoding="utf-8")
+        part.rename(Path(folder, f"ready-{group.rank}"))  # never seen empty
         until = time.monotonic() + DEADLINE_S / 2
         if group.rank == 0:
             while len(list(Path(folder).glob("told-*"))) < 3 and time.monotonic() < until:
