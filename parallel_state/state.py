@@ -367,9 +367,6 @@ def initialize_model_parallel(
 
 
 def _ranks_per_node() -> int | None:
-    """Returns the number of ranks on each host, or None if it differs between hosts or a host's ranks aren't
-    consecutive.
-    """
     nodes = _NODES or []
     size = len(nodes[0]) if nodes else 0
     return (

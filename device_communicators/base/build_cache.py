@@ -90,7 +90,6 @@ def read_sealed(path: Path) -> bytes:
 
 
 def flaw_of(library: Path) -> str | None:
-    """Returns the reason why the compiled library in the cache can't be loaded, or None."""
     try:
         read_sealed(library)
     except CacheError as error:

@@ -107,7 +107,6 @@ class Call:
         return True
 
     def result(self) -> Any:
-        """Returns the call's result or raises its error. Use this only after the call is done."""
         if self._error is not None:
             raise self._error
         return self._result

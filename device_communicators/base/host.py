@@ -44,7 +44,6 @@ def process_domain() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Returns the time at which the process started, in clock ticks since boot. This detects a reused PID."""
     return _stat(pid, 19)
 
 
@@ -53,7 +52,6 @@ def parent_of(pid: int) -> int:
 
 
 def _stat(pid: int, field: int) -> str:
-    """Returns a field of /proc/PID/stat, or "". Field 0 is the process's state, the first field after the name."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[field]

@@ -95,7 +95,6 @@ def _wakeup() -> _Wakeup:
 
 
 def tell(pipe: SignalPipe) -> None:
-    """Updates `pipe` now and whenever the wakeup descriptor changes."""
     _wakeup().pipes.append(pipe)
     begin()
 

@@ -210,7 +210,6 @@ class Group:
         return self.context.gather(record, "connect")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of calls from Python and of gloo. The C++ backend sets its own, then calls this."""
         self._members.timeout.set(timeout.total_seconds())
         if self._gloo is not None:
             set_backend_timeout(self._gloo, timeout)

@@ -223,7 +223,6 @@ class Membership:
         return as_torch_error(GroupFailedError(text, group=self._name, operation=method))
 
     def revoke(self) -> None:
-        """Makes the group's calls fail on its other ranks."""
         world = self._world
         if world is not None:
             world.watcher.give_up("aborted the group")

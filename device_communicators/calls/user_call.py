@@ -300,7 +300,6 @@ def _called_as(method: str) -> str:
 
 @contextmanager
 def called_as(method: str) -> Iterator[None]:
-    """Makes errors in the block name `method` as the method that the user called."""
     before, _THREAD.called_as = _THREAD.called_as, method
     try:
         yield

@@ -174,7 +174,6 @@ class ControlStore(dist.Store):
         return self._client
 
     def _look_up(self, limit_s: float) -> list[str]:
-        """Resolves the host's name in a thread, because a name server can take longer than `limit_s`."""
         look_up = Call(lambda: resolve(*self.address))
         if not look_up.wait(time.monotonic() + limit_s, lambda: False):
             raise TimeoutError(f"the host name {self.address[0]!r} was not resolved within {limit_s:g} s")

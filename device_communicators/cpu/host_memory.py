@@ -262,12 +262,10 @@ class HostMemory:
         return f"{text}; large all_reduce by {kind}, {self.area_ranks} ranks each" if self.area_ranks else text
 
     def end_waits_at_deaths(self, watcher: Watcher, domain: FailureDomain) -> None:
-        """Makes deaths of ranks in `domain` end this group's waits. Does nothing without a control plane."""
         if self.collectives is not None:
             watcher.end_waits_of(self.collectives.number, self.members.ranks, domain.ranks)
 
     def unread(self) -> str:
-        """Describes messages from this rank that peers have not received. Returns an empty string if there are none."""
         unread = [] if self.channels is None else self.channels.written_rings()[1]
         found = format_ranks([self.members.ranks[rank] for rank in unread])
         return f"sent a message that global ranks {found} have not received" if unread else ""
@@ -291,7 +289,6 @@ class HostMemory:
         return f"no room for {max(1, missing >> 20)} MiB in {DIRECTORY}" if missing else ""
 
     def backed_bytes(self) -> dict[str, int]:
-        """Returns the bytes allocated for this rank's collective buffers, message queues and tensors."""
         if self.collectives is None:
             return {}
         slots, *rings = (native.load().ps_backed_bytes(*part) for part in self._parts())

@@ -133,7 +133,6 @@ class _End:
         return failure
 
     def check(self, operation: str = "") -> None:
-        """Raises the error of an earlier failed call."""
         if self._failure is not None:
             raise self._failure
         if self.closed:
@@ -394,7 +393,6 @@ class Receiver(_End):
 
     @property
     def has_found(self) -> bool:
-        """True if C++ has found the next message and left the message to Python."""
         return self._report[_FOUND] != 0
 
     @property

@@ -272,7 +272,6 @@ class NativeLibrary:
         return _new_function(ctypes.byref(method), itself, None)
 
     def raise_interruption(self) -> None:
-        """Raises the exception, if any, that a signal handler raised during a C++ call."""
         record = (c_void_p * 3)()
         self._library.ps_take_exception(record)
         if record[0]:
@@ -357,7 +356,6 @@ def _target_of(recipe: Recipe) -> Path:
 
 
 def wanted_recipe() -> Recipe:
-    """Returns the recipe that the settings select. Raises BuildError, or ImportError if torch is missing."""
     return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
 
 

@@ -227,7 +227,6 @@ _CORES = threading.BoundedSemaphore(len(usable_cores()))
 
 
 def find_compiler() -> tuple[str, ...] | None:
-    """Returns the compiler's command, or None. $CXX is split as in a shell (`ccache g++`)."""
     if given := shlex.split(os.environ.get("CXX", "")):
         return tuple(given)
     found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

@@ -176,7 +176,6 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Makes calls of other threads raise until `exit`. Raises UsageError if a call is running."""
         if self.library.entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -312,7 +311,6 @@ class NativeGroup:
         return Meter(taken, last)
 
     def traffic(self, key: str) -> dict[str, tuple[int, int]]:
-        """Counts each op's calls that bypassed Python, and their bytes."""
         if key not in self._served:
             return {}
         words = (ctypes.c_uint64 * (2 * len(_COUNTED)))()
@@ -354,7 +352,6 @@ class NativeGroup:
         self.library.ps_group_fail(self.number, kinds.get(type(error), kind), suspect)
 
     def doom(self) -> None:
-        """Ends all waits of this process in the group. Later calls fail."""
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:

@@ -108,7 +108,6 @@ class Neighbours:
     """
 
     def __init__(self, processes: str) -> None:
-        """`processes`: the PID namespace; empty if unknown."""
         self.key = f"near/{processes}" if processes else ""
         self.found: dict[int, tuple[int, str]] = {}
 
@@ -123,7 +122,6 @@ class Neighbours:
             self.found = {int(rank): (int(pid), began) for rank, pid, began in map(str.split, found.splitlines())}
 
     def ended(self) -> set[int]:
-        """Returns the ranks that called `meet` and have exited since."""
         return {rank for rank, process in self.found.items() if _has_ended(*process)}
 
 

@@ -75,7 +75,6 @@ class Marker:
         self._event.record(self._stream)
 
     def is_reached(self) -> bool:
-        """Returns True if the work before the last `record` is done."""
         return self._stream is None or bool(self._event.query())
 
 

@@ -106,7 +106,6 @@ class FailureDomain:
 
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
-    """Returns the result of `question()`, or None after `limit_s` or a RuntimeError, ValueError or AttributeError."""
     call = Call(question)
     if call.wait(time.monotonic() + limit_s, lambda: False):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
@@ -521,15 +520,12 @@ class Watcher:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
 
     def watches(self, ranks: Iterable[int]) -> bool:
-        """Returns True if an exit of any of these ranks would be detected immediately."""
         return set(ranks) <= self._places.keys()
 
     def is_world(self, ranks: Collection[int]) -> bool:
-        """Returns True if these are all ranks of the world."""
         return len(ranks) == len(self._places)
 
     def process_of(self, rank: int) -> tuple[str, int] | None:
-        """Returns the host's name and the PID on that host, or None if the ranks have not met."""
         place = self._places.get(rank)
         return None if place is None else (place.host, place.pid)
 
@@ -578,7 +574,6 @@ class Watcher:
                     world.report_failed(text)
 
     def deaths_of(self, ranks: Iterable[int]) -> list[Death]:
-        """Returns the known deaths of `ranks` in order of detection. Doesn't wait."""
         if not self._deaths:
             return []
         wanted = ranks if isinstance(ranks, (set, frozenset)) else set(ranks)

@@ -41,7 +41,6 @@ def call_site() -> str:
 
 
 def frames_of(thread: int | None) -> list[Frame]:
-    """Returns the thread's frames, innermost first; [] if the thread has ended."""
     return _frames(sys._current_frames().get(thread or 0))
 
 

@@ -55,7 +55,6 @@ class GroupTopology:
     peer_access: Vote
 
     def sharers(self, rank: int) -> tuple[int, ...]:
-        """Returns the ranks that share the GPU of `rank`, including `rank`; () if the GPU isn't shared."""
         return next((ranks for ranks in self.shared_gpus if rank in ranks), ())
 
 
@@ -99,9 +98,6 @@ def _own_gpu(topology: Topology, uuid: str | None) -> dict[str, str | None]:
 
 
 def _views_of(rank: int, gpus: Sequence[RankGpu], topology: Topology) -> list[_View | None]:
-    """Returns this rank's paths to the other ranks' GPUs. None stands for this rank's own GPU and for GPUs of other
-    machines.
-    """
     mine, facts = gpus[rank].uuid, ("nvlinks", "nvlink_problem", "peer_problem")
     paths = (topology.path(mine, other.uuid) if mine and other.uuid else None for other in gpus)
     return [None if path is None else {fact: getattr(path, fact) for fact in facts} for path in paths]

@@ -69,7 +69,6 @@ class Path:
 
     @property
     def label(self) -> str:
-        """Returns the label of `nvidia-smi topo -m`, or "?" if nothing is known."""
         return f"NV{self.nvlinks}" if self.nvlinks else self.pcie or "?"
 
     @property
@@ -250,6 +249,5 @@ def _links_to(gpu: Gpu, other: Gpu) -> int:
 
 
 def short_pci_id(pci_id: str) -> str:
-    """Converts NVML's `00000000:1B:00.0` to `0000:1b:00.0`."""
     domain, _, rest = pci_id.lower().partition(":")
     return f"{domain[-4:]}:{rest}" if len(domain) > 4 and domain[:-4].strip("0") == "" else f"{domain}:{rest}"

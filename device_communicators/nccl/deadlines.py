@@ -111,7 +111,6 @@ class Watch:
         return list(self._streams)
 
     def device_is_done(self) -> bool:
-        """Returns True if the device has finished all calls; False otherwise or if CUDA fails."""
         try:
             return all(calls.oldest() is None for calls in list(self._streams.values()))
         except RuntimeError:

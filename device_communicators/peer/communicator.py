@@ -35,7 +35,6 @@ class PeerMemoryCommunicator(PartialCommunicator):
     def __init__(
         self, context: GroupContext, device: PeerDevice | None = None, thresholds: Thresholds | None = None
     ) -> None:
-        """`thresholds` replace the table of measured thresholds."""
         super().__init__(context)
         self._thresholds = thresholds
         self._at = context.device

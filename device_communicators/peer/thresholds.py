@@ -87,7 +87,6 @@ class Table:
     """Hash of the table's file. All ranks of a group must have the same table."""
 
     def find(self, arch: str, world_size: int) -> Thresholds | None:
-        """Returns the row for the smallest number of ranks that is at least `world_size`, or None."""
         rows = [row for row in self.rows if row.arch == arch and row.world_size >= world_size]
         return min(rows, key=lambda row: row.world_size, default=None)
 
@@ -163,7 +162,6 @@ HOW = "`python -m parallel_state tune` measures this machine, tests the kernels 
 
 
 def link_of(topology: GroupTopology) -> str:
-    """Returns "none" if all ranks share one GPU, "NVn" if each pair of GPUs has at least n NVLinks, or "PCIe"."""
     if len(topology.sharers(0)) == len(topology.gpus) > 1:
         return "none"
     if not topology.nvlink_full_mesh:

@@ -143,7 +143,6 @@ class PlainProcessGroup(Communicator):
 
 
 def _options(kind: Callable[[], T], is_async: bool = False, **values: Any) -> T:
-    """Returns options for a torch collective. `is_async`: True if the caller waits for the collective later."""
     options = kind()
     for name, value in {"asyncOp": is_async, **values}.items():
         setattr(options, name, value)

@@ -117,7 +117,6 @@ METERS = _Meters()
 
 
 def measure(on: bool) -> None:
-    """Starts or stops the measurement of operations. Keeps earlier results."""
     if on and not METERS.is_on:
         PYTHON_ONLY.append(METERS.note)
     elif METERS.is_on and not on:

@@ -204,7 +204,6 @@ class Route:
 
     @property
     def in_debug_mode(self) -> bool:
-        """Returns True if PARALLEL_STATE_DEBUG is set on at least one rank."""
         memory = self.context.host_memory
         return memory is not None and memory.debug
 
@@ -609,7 +608,6 @@ class Route:
         self.serve_ops(not suspended)
 
     def _under_way(self) -> str:
-        """Returns the unfinished call that prevents a suspend, or ""."""
         collectives, memory = self.context.collectives, self.context.host_memory
         if self._turn.locked() or (collectives is not None and collectives.is_busy):
             return "a collective of another thread"

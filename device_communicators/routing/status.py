@@ -332,7 +332,6 @@ class Status:
 
 
 def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
-    """Returns the sender's state and, for ranks of its host, why they can't answer."""
     try:
         state, seen = json.loads(reply or b"[null, {}]")
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}

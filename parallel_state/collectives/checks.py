@@ -224,7 +224,6 @@ def source(context: GroupContext, operation: str, src: int | None) -> int:
 
 
 def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> int:
-    """Returns `dim` as an index of at least 0; -1 is the last dim. A 0-d tensor has dims 0 and -1, as in torch."""
     return normal_dim_of(context, operation, x.dim(), dim)
 
 

@@ -23,7 +23,6 @@ class CoordinatorImpl:
     """mini-sglang's communicator. The first call creates the group, so all ranks must make this call."""
 
     def __init__(self, fallback: Any) -> None:
-        """`fallback` is the implementation that handles device tensors."""
         self._fallback = fallback
         self._over: Any = None
         self._group: GroupCoordinator | None = None

@@ -345,7 +345,6 @@ def _not_connected(
 
 
 def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
-    """Returns `place` with a free port, so that a program of one rank can use env://."""
     if place.world_size > 1 or place.master_addr is None or place.master_port is not None:
         return place
     with socket.socket() as probe:

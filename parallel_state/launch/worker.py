@@ -230,7 +230,6 @@ def _log_as_rank(config: LaunchConfig, rank: str) -> None:
 
 
 def _take_secret(secret: bytes) -> None:
-    """Makes this library and torch's env:// use the job's secret, if there is one."""
     if not secret:
         return
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -130,7 +130,6 @@ def position_embedding_ranks(pipeline: list[int]) -> list[int]:
 
 
 def named_sizes(tp: int | None, pp: int | None, dp: int | None, others: Mapping[str, Any]) -> dict[str, int | None]:
-    """Maps argument names to the sizes that aren't None."""
     placed = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "data_parallel_size": dp}
     return {name: size for name, size in [*placed.items(), *others.items()] if size is not None}
 

@@ -242,7 +242,6 @@ def check_order(order: str, names: Sequence[str], sizes: Mapping[str, int]) -> N
 
 
 def product_in_words(sizes: Mapping[str, int]) -> str:
-    """Formats sizes as `tp=2 × dp=3 = 6` or `tp=3`. Omits sizes of 1."""
     factors = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return " × ".join(factors) + (f" = {prod(sizes.values())}" if len(factors) > 1 else "")
 

@@ -417,7 +417,6 @@ def split_by_device(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequen
 
 
 def device_for(device_type: str, own: torch.device) -> torch.device:
-    """Returns the device to receive on: `own` if that is of type `device_type`, else the type's current device."""
     if device_type == "cpu":
         return CPU
     return own if own.type == device_type else torch.device(device_type)

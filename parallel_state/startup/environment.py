@@ -178,7 +178,6 @@ _HOSTLIST = re.compile(rf"{_HOST}(?:,{_HOST})*", re.ASCII)
 
 
 def expand_counts(text: str) -> Iterator[int]:
-    """Expands SLURM's run-length code: `4(x2),3` yields 4, 4 and 3."""
     return (int(count) for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(repeat or 1)))
 
 

@@ -75,7 +75,6 @@ def whereabouts() -> Address:
 
 
 def process() -> Address:
-    """Returns this process's Address without the fields that need name resolution."""
     pid = os.getpid()
     return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 

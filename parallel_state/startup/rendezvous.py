@@ -308,10 +308,6 @@ class _Meeting:
         return BoundedStore(dist.PrefixStore(self.way.prefix, self.way.connect())).until(self.deadline + LAST_WORD_S)
 
     def _world(self, name: str, launcher: BoundedStore) -> BoundedStore:
-        """Opens the world's store.
-
-        `name` is the endpoint of rank 0's control plane, or else a prefix in the launcher's store.
-        """
         if not name.startswith("["):
             return launcher.prefixed(name)
         return BoundedStore(_store_at(Endpoint.parse(name), _CONNECT_S, self.way.where)).until(
@@ -697,7 +693,6 @@ def _store_at(endpoint: Endpoint, timeout_s: float, met_at: str) -> ControlStore
 
 
 def _try_get(store: BoundedStore, key: str) -> str:
-    """Returns the value of `key`, or "" if the store has no such key. `get` would block."""
     found = store.compare_set(key, _NOTHING, _NOTHING).decode()
     return "" if found == _NOTHING else found
 

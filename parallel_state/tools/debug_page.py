@@ -45,7 +45,6 @@ class DebugPage:
         return "parallel_state"
 
     def dump(self) -> str:
-        """Returns the text of `debug --live`."""
         try:
             return "\n".join(describe(find(self._pid)))
         except LookupError as error:

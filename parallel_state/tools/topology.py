@@ -116,7 +116,6 @@ def _peers(topology: Topology) -> list[str]:
 
 
 def _peer_state(path: Path) -> str:
-    """Returns the state of peer access in nvidia-smi's abbreviations."""
     return "/".join(dict.fromkeys(_STATUS.get(path.p2p.get(each, "unknown"), "U") for each in ("read", "write")))
 
 

@@ -219,7 +219,6 @@ _NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSUV][1-9][0-9]{0,8}(\[[0-9A-Za-z/]{1,20
 
 
 def is_numpy(cls: type) -> bool:
-    """Returns True for numpy's array and scalar classes, but not for their subclasses in other packages."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False

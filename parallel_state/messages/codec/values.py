@@ -240,7 +240,6 @@ def _too_deep() -> RefusedError:
 
 
 def _label(key: object) -> str:
-    """Returns a short text for a key. Never raises, although repr fails for very long ints."""
     try:
         text = repr(key)
     except Exception:

@@ -39,7 +39,6 @@ class Progress:
             print(f"{percent} %, about {left} left: {text}", file=self._stream, flush=True)
 
     def hide(self) -> None:
-        """Erases the bar until the next step."""
         if self._bar is not None:
             self._bar.stop()
 

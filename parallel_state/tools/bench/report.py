@@ -46,7 +46,6 @@ def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[
 
 
 def nccl_bytes(operation: str, given_bytes: int, ranks: int) -> int:
-    """Returns the size as nccl-tests count: for all_gather the size of the output, else `given_bytes`."""
     return given_bytes * ranks if operation == "all_gather" else given_bytes
 
 

@@ -188,7 +188,6 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def by_value(items: Mapping[K, str]) -> dict[str, list[K]]:
-    """Groups the keys of `items` by value. The most frequent value comes first."""
     return dict(sorted(grouped(items, items.__getitem__).items(), key=lambda item: -len(item[1])))
 
 

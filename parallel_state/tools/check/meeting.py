@@ -104,7 +104,6 @@ class Meeting:
         return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
-        """Adds `amount` to the counter `key`. Then waits until the counter is `total`, or until the deadline."""
         count = int(self._store.add(key, amount))
         for _ in looks(deadline):
             if count >= total:
@@ -115,7 +114,6 @@ class Meeting:
         self._store.set(key, msgspec.json.encode(value).decode())
 
     def get(self, key: str, deadline: float) -> bytes | None:
-        """Waits until another rank has stored `key`, and returns the value. Returns None at the deadline."""
         for _ in looks(deadline):
             if self._store.check([key]):
                 return bytes(self._store.get(key))

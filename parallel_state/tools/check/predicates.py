@@ -367,7 +367,6 @@ _CRIPPLING = {
 
 
 def compiled_parts(evidence: Evidence, none: bool) -> Iterable[Match]:
-    """Matches ranks whose compiled library differs; with `none`, all ranks if no rank has the library."""
     looked = [facts for facts in evidence.arrivals if "compiled" not in facts.late]
     if any(facts.versions.compiled for facts in looked) or not looked:
         return [] if none else differing(_compiled)(evidence)
@@ -403,7 +402,6 @@ _FILES = 1024
 
 
 def shm(state: str) -> Predicate:
-    """Matches ranks whose /dev/shm is in `state`: `missing`, `small` or `full`."""
     return matches.groups(
         lambda facts: (facts.limits.shm_problem, facts.limits.shm_device),
         lambda _, group: _shm_state(group[0].limits) == state,
@@ -445,7 +443,6 @@ def is_bound(facts: Facts) -> bool:
 
 
 def _crowded(ranks: Group) -> Match | None:
-    """Finds the smallest affinity mask with fewer cores than ranks that are bound to these cores."""
     for allowed in sorted({tuple(each.cpu.affinity) for each in ranks if each.cpu.affinity}, key=len):
         inside = [each for each in ranks if each.cpu.affinity and set(each.cpu.affinity) <= set(allowed)]
         if len(inside) > len(allowed):

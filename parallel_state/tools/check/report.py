@@ -116,7 +116,6 @@ def _groups(report: Report) -> Iterator[tuple[str, ...]]:
 
 
 def _short(text: str) -> str:
-    """Shortens a text for the terminal. The JSON has the whole text."""
     return text if len(text) <= 1200 else f"{text[:1000]} … {text[-150:]}"
 
 

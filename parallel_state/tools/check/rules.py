@@ -448,7 +448,6 @@ RULES: dict[str, Rule] = {
 def finding(
     code: str, found: str, ranks: Iterable[int] = (), hosts: Iterable[str] = (), *, severity: str = "", fix: str = ""
 ) -> Finding:
-    """Creates a finding by rule `code`. `severity` and `fix` replace those of the rule."""
     rule = RULES[code]
     where = sorted(set(ranks)), list(dict.fromkeys(hosts))
     return Finding(severity or rule.severity, code, found, rule.why, fix or rule.fix, *where)

@@ -244,7 +244,6 @@ class Session:
 
 
 def _most_common(arrivals: list[Facts]) -> int:
-    """Returns the most frequent world size. In a tie, returns the larger size."""
     sizes: Mapping[int, int] = Counter(each.place.world_size for each in arrivals)
     return max(sizes, key=lambda size: (sizes[size], size))
 

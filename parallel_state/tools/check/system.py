@@ -188,7 +188,6 @@ def _program(words: list[str]) -> str:
 
 
 def network() -> Network:
-    """Describes the network, without looking up names."""
     found = Network(hostname=socket.gethostname() or "?", namespace=host.namespace_id("net"))
     found.interfaces = read_interfaces()
     found.infiniband = _infiniband()

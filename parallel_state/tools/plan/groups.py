@@ -126,7 +126,6 @@ def make_plan(request: Request) -> Plan:
 
 
 def whole_of(layout: Layout, name: str) -> str | None:
-    """Returns the kind whose groups contain the groups of kind `name`, or None if there is no such kind."""
     return BY_NAME[name].ends_of if name in layout.ends or name in layout.parts else None
 
 

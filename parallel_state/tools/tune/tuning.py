@@ -136,7 +136,6 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Returns algorithm -> median time in µs of `operation`. Each sample is the slowest rank's time."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
@@ -228,7 +227,6 @@ class Candidates(GroupTeam):
             return captured(several, capture.stream)
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays the CUDA graph of `call` for at least `calls` calls. Returns the time, scaled to `calls` calls."""
         graph, replays = self._graphs[call], -(-calls // CALLS_IN_A_GRAPH)
         seconds = self.clock.seconds(lambda: [graph.replay() for _ in range(replays)])
         return seconds * calls / (replays * CALLS_IN_A_GRAPH)
