@@ -54,7 +54,7 @@ for package in (ps, dc):
             try:
                 importlib.import_module(found.name)
             except ModuleNotFoundError as error:  # of a plug-in, which its engine loads
-                if error.name != "vllm":
+                if error.name not in ("vllm", "torchft"):
                     raise
 
 # All is imported, nothing has been started: the ranks are forked from here, and what they print is kept apart.
