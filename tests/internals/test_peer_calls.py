@@ -223,7 +223,7 @@ def _aligned_body(env: Env) -> None:
         assert torch.equal(y[:offset], base[:offset]) and torch.equal(y[offset + 30 :], base[offset + 30 :])
     with pytest.raises(InvalidArgumentError, match="must be on cpu, but one is on meta"):
         group.route.communicators[0].all_reduce(torch.ones(4, device="meta"), "sum")
-    with pytest.raises(UnsupportedError, match="peer_memory doesn't support broadcast"):
+    with pytest.raises(UnsupportedError, match="'peer_memory' doesn't support broadcast"):
         group.route.communicators[0].broadcast(base, 0)
     group.route.close()
 
