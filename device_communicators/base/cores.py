@@ -51,7 +51,6 @@ def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
 
 @functools.cache
 def area_of(numbers: frozenset[int], devices: Path = DEVICES) -> Area:
-    """Returns the NUMA node and the last-level cache that all these cores share. Cached for each set of cores."""
     nodes = _nodes(devices) or {0: set(numbers)}
     node = next((node for node, cores in nodes.items() if numbers <= cores), UNKNOWN)
     first = min(numbers, default=0)

@@ -185,7 +185,6 @@ class LaunchError(ParallelStateError, RuntimeError):
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns the ranks as text. More than 16 ranks are abbreviated as `[0, 1, 2, …, 1023]`."""
     if len(ranks) <= 16:
         return f"[{', '.join(map(str, ranks))}]"
     return f"[{', '.join(map(str, ranks[:3]))}, …, {ranks[-1]}]"

@@ -44,6 +44,7 @@ def process_domain() -> str:
 
 
 def start_time(pid: int) -> str:
+    """Returns the time at which the process started, in clock ticks since boot. This detects a reused PID."""
     return _stat(pid, 19)
 
 

@@ -150,7 +150,6 @@ class Channels:
         return self.receiver(src, MESSAGES)
 
     def sender(self, dst: int | None, kind: int) -> Sender:
-        """Returns the queue to rank `dst`, or to all others if `dst` is None."""
         key = (-1 if dst is None else dst, kind)
         place = self.members.rank, dst, kind
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])

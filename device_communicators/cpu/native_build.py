@@ -210,7 +210,6 @@ def flaw_of_packaged(folder: Path, recipe: Recipe) -> str | None:
 
 
 def package(recipe: Recipe, folder: Path, compiler: Sequence[str], base: Callable[[], Path] | None = None) -> Path:
-    """Compiles a wheel's file, unless an earlier build for another torch did."""
     target = folder / recipe.packaged_name
     if flaw_of_packaged(folder, recipe) is not None:
         compile_library(recipe, target, compiler, base=base)

@@ -191,6 +191,7 @@ class Transfers:
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
+        """Sends the contiguous `x`. The program may change `x` afterwards."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:

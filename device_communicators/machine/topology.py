@@ -109,7 +109,6 @@ class Topology:
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
-        """Returns the path between two GPUs, or None if a GPU isn't on this machine or both UUIDs are equal."""
         one, two = self.find(uuid), self.find(other)
         return None if one is None or two is None else self.paths.get((one.index, two.index))
 

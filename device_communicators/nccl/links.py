@@ -41,7 +41,6 @@ class Link:
 
     @property
     def is_made(self) -> bool:
-        """Returns True if the link is ready. Returns False while transfers are queued, or if making the link failed."""
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:

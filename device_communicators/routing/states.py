@@ -62,6 +62,7 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
+    """Returns a name of the group that is equal on all its ranks."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 

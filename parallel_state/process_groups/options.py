@@ -76,6 +76,7 @@ class GroupOptions:
 
     @property
     def nccl_config(self) -> dict[str, int]:
+        """Returns the options of NCCL under their names in the C struct ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 

@@ -29,9 +29,6 @@ def bind_to_cores(
 
 
 def bind_as_set(local_rank: int, local_world_size: int | None) -> set[int] | None:
-    """Binds this process to the cores that PARALLEL_STATE_CORES gives to its rank. Returns the previous cores, or None
-    if the variable is unset.
-    """
     found = cores_as_set(local_rank, local_world_size)
     if found is None:
         return None
@@ -48,7 +45,6 @@ def cores_as_set(local_rank: int, local_world_size: int | None) -> list[int] | N
 
 
 def cores_to_share() -> str:
-    """Returns this process's cores, such as `0-3,8`, if PARALLEL_STATE_CORES is `share`. Otherwise returns ""."""
     return cores.spans(cores.usable_cores()) if settings.CORES.get() == () else ""
 
 

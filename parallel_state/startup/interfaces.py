@@ -75,15 +75,12 @@ def whereabouts() -> Address:
 
 
 def process() -> Address:
+    """Returns this process's Address without the fields that need name resolution."""
     pid = os.getpid()
     return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 
 
 def unreachable(places: dict[int, Address]) -> list[str]:
-    """Finds ranks that announce a loopback address in a world of several hosts.
-
-    Returns the host's name, the address and the ranks, or [] if there are none.
-    """
     if len({place.network for place in places.values() if place.network}) < 2:
         return []
     ranks = [rank for rank, place in places.items() if is_loopback(place.address)]

@@ -68,7 +68,6 @@ def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: 
 
 
 def leads_of(places: Mapping[int, Address]) -> list[int]:
-    """Returns each host's lowest rank, or [] if all ranks share one loopback network."""
     lowest: dict[tuple[str, str], int] = {}
     for rank in sorted(places):
         place = places[rank]

@@ -698,10 +698,6 @@ def _try_get(store: BoundedStore, key: str) -> str:
 
 
 def _without_entry(world: BoundedStore, ranks: Sequence[int]) -> list[int]:
-    """Returns the ranks without an entry in the world's store.
-
-    Bisects: finding one missing rank of 1,000 takes 20 requests.
-    """
     if not ranks or world.check([_key(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

@@ -99,7 +99,6 @@ class Meeting:
             time.sleep(PAUSE_S)
 
     def settle(self, seen: list[Facts]) -> list[Facts]:
-        """Waits 0.2 s for surplus ranks. Returns `seen` and the facts of ranks that have registered since."""
         time.sleep(_SETTLE_S)
         return self.arrivals(seen)
 

@@ -109,7 +109,6 @@ def masters_differ(evidence: Evidence) -> Iterator[Match]:
 
 
 def _master(evidence: Evidence) -> str:
-    """Returns MASTER_ADDR if rank 0 serves the store and several hosts have the same value, else ""."""
     place = next((each.place for each in evidence.arrivals if each.place.world_size > 1), Place())
     one = evidence.spans_hosts and len(evidence.meeting_places) == 1 and not place.agent_store
     return place.master_addr if one else ""

@@ -263,7 +263,6 @@ def ranks_for(sizes: dict[str, int], order: str | None) -> int:
 
 
 def run_local_rank(options: Options) -> tuple[int, bool, bytes]:
-    """Runs the check. Returns the exit code, True if the ranks found each other, and the report as JSON."""
     outcome = Session(options).run()
     return outcome.exit_code, outcome.met, b"" if outcome.report is None else msgspec.json.encode(outcome.report)
 

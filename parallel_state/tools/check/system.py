@@ -97,7 +97,6 @@ def collect(deadline: float) -> Facts:
 
 
 def with_set_cores(found: Facts) -> None:
-    """Replaces the rank's cores by those to which PARALLEL_STATE_CORES will bind the rank, if the variable is set."""
     try:
         own = binding.cores_as_set(found.place.local_rank, found.place.local_world_size)
         found.cpu.affinity = found.cpu.affinity if own is None else own
@@ -222,7 +221,6 @@ def read_interfaces() -> list[Interface]:
 
 
 def _folder_of(name: str) -> str:
-    """Returns the interface's folder in /sys, or "" if /sys shows another network namespace."""
     folder, address = f"/sys/class/net/{name}", host.interface_ioctl(name, _SIOCGIFHWADDR)
     seen = _text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""

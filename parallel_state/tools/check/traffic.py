@@ -103,6 +103,7 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
+    """Returns the times of `repeats` calls in µs. An additional first call, which can include set-up, is dropped."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 

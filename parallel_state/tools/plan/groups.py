@@ -78,9 +78,6 @@ class Plan:
         return kind if kind is not None and kind.made and kind.size > 1 else None
 
     def process_group(self, kind: Kind) -> str:
-        """Returns the process group of `kind`: "own", "world", "none" (for one rank), or the name of an earlier kind
-        with the same process group.
-        """
         if kind.size == 1:
             return "none"
         if kind.size == self.world_size:

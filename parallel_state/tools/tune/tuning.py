@@ -136,6 +136,7 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
+        """Returns algorithm -> median time in µs of `operation`. Each sample is the slowest rank's time."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
