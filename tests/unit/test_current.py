@@ -370,6 +370,7 @@ def test_compiled_code_follows() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_a_compiled_checkpoint_has_the_groups_of_its_forward() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(product, fullgraph=True, backend="eager")
@@ -381,6 +382,7 @@ def test_a_compiled_checkpoint_has_the_groups_of_its_forward() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_use_within_compiled_code_breaks_the_graph() -> None:
     torch._dynamo.reset()

@@ -2,7 +2,7 @@
 //
 // The driver passes every event to `step`, carries out the actions, and calls `step` again by `wake_at`. It promises:
 // - Bytes of a connection arrive in order. After kClose or kClosed nothing more arrives.
-// - All that the domain published before a kBeat arrives before the kBeats that answers it.
+// - What the domain published before an action kBeat arrives before the event kBeats, which answers the action.
 // - A state on a board arrives before the kEnded of its process.
 // - A process listens from before it publishes its endpoint until `is_over`.
 // - kAcked counts acknowledgements of bytes, window probes and keepalives.
