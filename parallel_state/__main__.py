@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from device_communicators.base.interrupts import run_interruptible, signals_wait
 from parallel_state import __version__
 from parallel_state.tools.arguments import PROGRAM, command_parser
 
@@ -43,19 +44,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         parser.print_help()
         return 0
-    module, _ = COMMANDS[command]
-    exit_code: int = import_module(module).main(words[1:])
+    name, _ = COMMANDS[command]
+    with signals_wait():
+        module = import_module(name)
+    exit_code: int = module.main(words[1:])
     return exit_code
 
 
 def run() -> int:
-    """Runs the command and returns its exit code: 128 + SIGPIPE for a closed output pipe, 128 + SIGINT for Ctrl-C."""
+    """Runs the command and returns its exit code: 128 + the number of SIGINT, SIGTERM, or SIGPIPE for a closed pipe."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")
     try:
         try:
-            exit_code = main()
+            exit_code = run_interruptible(PROGRAM, main)
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -69,9 +72,6 @@ def run() -> int:
             print(f"{PROGRAM}: the output can't be written: {error.strerror}", file=sys.stderr)
             return 1
         return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
     return exit_code
 
 

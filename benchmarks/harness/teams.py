@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from device_communicators.base.interrupts import signals_wait
 from parallel_state.tools.bench.report import ROOT
 from parallel_state.tools.bench.worker import TeamError, last_line
 
@@ -41,9 +42,10 @@ class Fork:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._run(arguments, environment, folder)
+        with signals_wait():
+            self.pid = os.fork()
+            if self.pid == 0:
+                self._run(arguments, environment, folder)
 
     def _run(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         code = 1
@@ -51,6 +53,7 @@ class Fork:
             os.setsid()  # as for processes that are started
             os.closerange(3, 4096)  # an inherited connection would keep another rank from its end
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(folder)
             os.environ.clear()
@@ -251,7 +254,9 @@ def _ending(code: int) -> str:
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
     """Yields the teams that started. Ends all teams on exit, also on SIGTERM."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    if before == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ready = list(teams)
     try:
         for step in (Team.load, Team.meet):  # imports run in parallel; then each team starts alone

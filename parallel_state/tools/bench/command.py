@@ -24,6 +24,7 @@ from typing import Any
 
 import parallel_state as ps
 from device_communicators.base.errors import SettingError
+from device_communicators.base.interrupts import signals_wait
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.bench.names import OBJECT, OPERATIONS, OWN, PING_PONG
@@ -88,8 +89,9 @@ def complete(options: argparse.Namespace) -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    from parallel_state.tools.bench import ranks  # needs torch
+    with signals_wait():
+        options = parse(arguments)
+        from parallel_state.tools.bench import ranks  # needs torch
 
     plan, show = QUICK_PLAN if options.quick else PLAN, Shown(options)
     if options.started:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from device_communicators.base.errors import LayoutError, SettingError
 from device_communicators.base.helper_threads import HelperThread
+from device_communicators.base.interrupts import signals_wait
 from parallel_state.layout.axes import AXES
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import PROGRAM, command_parser, positive
@@ -50,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = _detect()
     if place is not None and place.world_size == (place.local_world_size or place.world_size):
         require_writable(parser, chosen.json)  # on several hosts the path may exist only on rank 0's
-    from parallel_state.tools.check import session  # needs torch
+    with signals_wait():
+        from parallel_state.tools.check import session  # needs torch
 
     options = session.Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     if place is None or place.source != "single":
