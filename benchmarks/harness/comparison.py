@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import InvalidArgumentError, SettingError
-from device_communicators.base.interrupts import exit_code_of, signals_wait
+from device_communicators.base.interrupts import report_end, signals_wait
 from harness import page, ranks
 from harness.collectives import VLLM
 from harness.messages import ZMQ, case_bytes
@@ -98,8 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         Bench(options, findings).run()
     except KeyboardInterrupt as end:
-        findings.interrupted = exit_code_of(end)
-        print("interrupted", file=sys.stderr)
+        findings.interrupted = report_end(PROGRAM, end)
     written = ""
     if options.report is not None:
         with signals_wait():

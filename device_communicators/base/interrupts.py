@@ -1,6 +1,6 @@
 """Ends commands by Ctrl-C or SIGTERM: with what they have measured, one line and an exit code.
 
-Imports nothing large, because a signal can arrive while torch is imported.
+Is here and not beside the commands because `parallel_state` imports torch, and a signal can arrive meanwhile.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, as an exception that code for Ctrl-C handles."""
 
 
-def exit_code_of(error: KeyboardInterrupt) -> int:
-    return 128 + (signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT)
+def report_end(program: str, error: KeyboardInterrupt) -> int:
+    """Prints to stderr that `error` ended the program. Returns the exit code, 128 + the signal's number."""
+    is_terminated = isinstance(error, Terminated)
+    print(f"{program}: {'terminated' if is_terminated else 'interrupted'}", file=sys.stderr)
+    return 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
 
 
 def run_interruptible(program: str, command: Callable[[], int]) -> int:
-    """Returns the exit code of `command`. In it SIGTERM raises Terminated.
+    """Calls `command` and returns its exit code, or that of `report_end` if Ctrl-C or SIGTERM ended the command.
 
-    If Ctrl-C or SIGTERM ends the command, prints one line to stderr and returns 128 + the signal's number.
+    SIGTERM raises Terminated in `command`, as Ctrl-C raises KeyboardInterrupt.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return command()
     except KeyboardInterrupt as error:
-        print(f"{program}: {'terminated' if isinstance(error, Terminated) else 'interrupted'}", file=sys.stderr)
-        return exit_code_of(error)
+        return report_end(program, error)
     finally:
         signal.signal(signal.SIGTERM, before)
 
