@@ -16,8 +16,6 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 logger = logging.getLogger("parallel_state")
 
-_MODULE = "minisgl.distributed.impl"
-
 
 class CoordinatorImpl:
     """mini-sglang's communicator. The first call creates the group, so all ranks must make this call."""
@@ -47,13 +45,6 @@ class CoordinatorImpl:
             self._group.destroy()
 
 
-def implementation() -> Any:
-    module = importlib.import_module(_MODULE)
-    before = module.DistributedCommunicator.plugins
-    theirs = before[-1] if before else module.TorchDistributedImpl()  # destroy_distributed() leaves none
-    return type("ParallelStateImpl", (CoordinatorImpl, module.DistributedImpl), {})(theirs)
-
-
 def install() -> None:
     """Adds this library's communicator to `DistributedCommunicator.plugins`; mini-sglang uses the last plugin.
 
@@ -65,10 +56,12 @@ def install() -> None:
             "install() is for mini-sglang on a CPU, but CUDA is available: mini-sglang's tensors are then on the GPU "
             "and use NCCL; don't call install()"
         )
-    module = importlib.import_module(_MODULE)
-    if any(isinstance(each, CoordinatorImpl) for each in module.DistributedCommunicator.plugins[-1:]):
+    module = importlib.import_module("minisgl.distributed.impl")
+    plugins = module.DistributedCommunicator.plugins
+    before = plugins[-1] if plugins else module.TorchDistributedImpl()  # destroy_distributed() leaves none
+    if isinstance(before, CoordinatorImpl):
         return
-    ours = implementation()
+    ours: Any = type("ParallelStateImpl", (CoordinatorImpl, module.DistributedImpl), {})(before)
     theirs = getattr(module.destroy_distributed, "__wrapped__", module.destroy_distributed)
 
     @functools.wraps(theirs)
@@ -76,7 +69,7 @@ def install() -> None:
         ours.close()
         theirs()
 
-    module.DistributedCommunicator.plugins.append(ours)
+    plugins.append(ours)
     for each in (module, importlib.import_module("minisgl.distributed")):
         each.destroy_distributed = destroy_distributed  # type: ignore[attr-defined]
     logger.info("mini-sglang's collectives of CPU tensors now run on %s", __name__)

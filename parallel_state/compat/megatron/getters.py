@@ -37,27 +37,12 @@ def _expert_tensor_model_pipeline_parallel(with_egtp_remat: bool = False) -> str
     return "tp_ep_pp"
 
 
-_GETTERS: dict[str, tuple[str | Callable[..., str], str]] = {
-    "tensor_model_parallel": ("tp", "group world_size rank src_rank"),
-    "pipeline_model_parallel": ("pp", "group world_size rank"),
-    "model_parallel": ("model", "group src_rank"),
-    "embedding": ("embedding", "group"),
-    "position_embedding": ("position_embedding", "group"),
-    "data_parallel": (_data_parallel, "group_gloo world_size rank"),
-    "tensor_and_data_parallel": (_tensor_and_data_parallel, "group"),
-    "context_parallel": ("cp", "group world_size rank global_ranks"),
-    "tensor_and_context_parallel": ("tp_cp", "group world_size rank"),
-    "expert_model_parallel": ("ep", "group world_size rank src_rank"),
-    "expert_tensor_parallel": ("etp", "group world_size rank"),
-    "expert_tensor_and_model_parallel": ("tp_ep", "group world_size rank"),
-    "expert_tensor_model_pipeline_parallel": (_expert_tensor_model_pipeline_parallel, "group"),
-    "expert_data_parallel": (_expert_data_parallel, "group group_gloo world_size rank"),
-    "intra_distributed_optimizer_instance": ("intra_dist_opt", "group"),
-    "inter_distributed_optimizer_instance": ("inter_dist_opt", "group"),
-    "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
-    "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
+_BY_FLAGS: dict[str, Callable[..., str]] = {
+    "data_parallel": _data_parallel,
+    "tensor_and_data_parallel": _tensor_and_data_parallel,
+    "expert_tensor_model_pipeline_parallel": _expert_tensor_model_pipeline_parallel,
+    "expert_data_parallel": _expert_data_parallel,
 }
-"""X in `get_X_rank` and others -> (kind of group, or a function from flags to the kind; endings such as `rank`)."""
 _TEXTS = {
     "group": "Returns this rank's {} process group. Without one, returns None unless `check_initialized`, else raises "
     "NotInitializedError.",
@@ -75,8 +60,8 @@ _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "p
             "expert_tensor_parallel_rank", "data_parallel_rank")  # fmt: skip
 
 
-def _getter(kind: str | Callable[..., str], fact: str, name: str) -> Callable[..., Any]:
-    by_flags: Callable[..., str] = (lambda: kind) if isinstance(kind, str) else kind
+def _getter(stem: str, of_stem: str, fact: str, name: str) -> Callable[..., Any]:
+    by_flags = _BY_FLAGS.get(stem, lambda: of_stem)
     flags = [*inspect.signature(by_flags).parameters.values()]
     get: Any
     if fact in ("group", "global_ranks"):
@@ -137,11 +122,11 @@ def _stage(place: Callable[[int, int], int], name: str, words: str) -> Callable[
 
 
 def _made() -> Iterator[Callable[..., Any]]:
-    for stem, (kind, facts) in _GETTERS.items():
-        words = f"`{kind}`" if isinstance(kind, str) else stem.replace("_", "-")
+    for stem, (kind, facts) in lookup.GETTERS.items():
+        words = stem.replace("_", "-") if stem in _BY_FLAGS else f"`{kind}`"
         for fact in facts.split():
             name = f"get_{stem}_{fact}"
-            yield named(__name__, _getter(kind, fact, name), name, _TEXTS[fact].format(words))
+            yield named(__name__, _getter(stem, kind, fact, name), name, _TEXTS[fact].format(words))
     yield from map(_setter, _SETTERS)
     yield _stage(lambda rank, size: 0, "first", "this pipeline's first stage")
     yield _stage(lambda rank, size: size - 1, "last", "this pipeline's last stage")

@@ -20,29 +20,40 @@ HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
 """Options of the last initialize_model_parallel. Key `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
+GETTERS: dict[str, tuple[str, str]] = {
+    "tensor_model_parallel": ("tp", "group world_size rank src_rank"),
+    "pipeline_model_parallel": ("pp", "group world_size rank"),
+    "model_parallel": ("model", "group src_rank"),
+    "embedding": ("embedding", "group"),
+    "position_embedding": ("position_embedding", "group"),
+    "data_parallel": ("dp", "group_gloo world_size rank"),
+    "tensor_and_data_parallel": ("tp_dp", "group"),
+    "context_parallel": ("cp", "group world_size rank global_ranks"),
+    "tensor_and_context_parallel": ("tp_cp", "group world_size rank"),
+    "expert_model_parallel": ("ep", "group world_size rank src_rank"),
+    "expert_tensor_parallel": ("etp", "group world_size rank"),
+    "expert_tensor_and_model_parallel": ("tp_ep", "group world_size rank"),
+    "expert_tensor_model_pipeline_parallel": ("tp_ep_pp", "group"),
+    "expert_data_parallel": ("edp", "group group_gloo world_size rank"),
+    "intra_distributed_optimizer_instance": ("intra_dist_opt", "group"),
+    "inter_distributed_optimizer_instance": ("inter_dist_opt", "group"),
+    "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
+    "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
+}
+"""X in `get_X_rank` and others -> (kind of group, endings such as `rank`)."""
 VARIABLES = {
-    f"_{name}_GROUP{suffix}": kind
-    for suffix, kinds in {
-        "": {
-            "TENSOR_MODEL_PARALLEL": "tp", "PIPELINE_MODEL_PARALLEL": "pp", "MODEL_PARALLEL": "model",
-            "EMBEDDING": "embedding", "POSITION_EMBEDDING": "position_embedding", "DATA_PARALLEL": "dp",
-            "CONTEXT_PARALLEL": "cp", "TENSOR_AND_DATA_PARALLEL": "tp_dp", "TENSOR_AND_CONTEXT_PARALLEL": "tp_cp",
-            "EXPERT_MODEL_PARALLEL": "ep", "EXPERT_TENSOR_PARALLEL": "etp",
-            "EXPERT_TENSOR_AND_MODEL_PARALLEL": "tp_ep", "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp",
-            "EXPERT_DATA_PARALLEL": "edp", "INTRA_PARTIAL_EXPERT_DATA_PARALLEL": "intra_edp",
-            "INTER_PARTIAL_EXPERT_DATA_PARALLEL": "inter_dist_opt",
-            "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE": "intra_dist_opt", "GTP_WEIGHT_REMAT": "dp_replicate",
-            "EXPERT_GTP_WEIGHT_REMAT": "dp_replicate",
-        },
-        "_WITH_CP": {"DATA_PARALLEL": "dp_cp", "INTRA_PARTIAL_DATA_PARALLEL": "intra_dp_cp",
-                     "TENSOR_AND_DATA_PARALLEL": "tp_dp_cp"},
-        "_WITH_CP_AG": {"DATA_PARALLEL": "dp_cp_ag"},
-        "_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp", "EXPERT_DATA_PARALLEL": "edp"},
-        "_WITH_CP_WITH_GTP_REMAT": {"DATA_PARALLEL": "dp_cp"},
-        "_WITH_EGTP": {"EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL": "tp_ep_pp"},
-    }.items()
-    for name, kind in kinds.items()
-}  # fmt: skip
+    **{f"_{name.upper()}_GROUP": kind for name, (kind, _) in GETTERS.items() if kind != "inter_dist_opt"},
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_edp",
+    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
+    "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
+    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "edp",
+    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
+}
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
 """Kind of group -> Megatron's variable for the group.
 

@@ -123,21 +123,16 @@ def _check(context: ParallelContext) -> None:
             raise LayoutError(f"{whole} must be the product of its parts, {shown}, but is {context.tp_size}")
     # Other groups may differ from their size: moe_dp_group may be attn_cp_group, which is larger.
     for name in ("tp", "pp", "attn_tp", "attn_cp", "moe_ep"):
-        group, rank, size = (
-            _set(context, f"{name}_group"),
-            _set(context, f"{name}_rank"),
-            getattr(context, f"{name}_size"),
+        group, rank = (
+            context._overrides.get(each, context._stamp.get(each)) for each in (f"{name}_group", f"{name}_rank")
         )
+        size = getattr(context, f"{name}_size")
         if group is not None and group.world_size != size:
             raise LayoutError(
                 f"{name}_size must be the number of ranks in {name}_group, {group.world_size}, but is {size}"
             )
         if rank is not None and not 0 <= rank < size:
             raise LayoutError(f"{name}_rank must be in 0 … {size - 1}, but is {rank}")
-
-
-def _set(context: ParallelContext, name: str) -> Any:
-    return context._overrides.get(name, context._stamp.get(name))
 
 
 _PARALLEL = ParallelContext()

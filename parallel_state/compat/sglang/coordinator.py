@@ -203,18 +203,12 @@ class GroupCoordinator(GroupView):
 
     def send_object(self, obj: Any, dst: int, async_send: bool = False, tag: int = 0) -> list[P2PWork]:
         """Sends an object to rank `dst`. With `async_send`, returns the started transfers without waiting."""
-        if tag:
-            return self._send_tagged(obj, dst, async_send, tag)
-        if async_send:
+        if not tag and async_send:
             return [P2PWork(self.group.isend_object(obj, dst), None)]
-        self.group.send_object(obj, dst)
-        return []
-
-    def recv_object(self, src: int, tag: int = 0) -> Any:
-        return self._recv_tagged(src, tag) if tag else self.group.recv_object(src)
-
-    def _send_tagged(self, obj: Any, dst: int, async_send: bool, tag: int) -> list[P2PWork]:
-        """Sends an object by torch's isend, because this library's messages have no tags."""
+        if not tag:
+            self.group.send_object(obj, dst)
+            return []
+        # This library's messages have no tags, but torch's isend has.
         body = torch.frombuffer(bytearray(pickles.dumps(obj)), dtype=torch.uint8)
         started = [
             P2PWork(dist.isend(each, self.ranks[dst], self.cpu_group, tag), each)
@@ -224,7 +218,9 @@ class GroupCoordinator(GroupView):
             each.work.wait()  # type: ignore[union-attr]
         return started if async_send else []
 
-    def _recv_tagged(self, src: int, tag: int) -> Any:
+    def recv_object(self, src: int, tag: int = 0) -> Any:
+        if not tag:
+            return self.group.recv_object(src)
         length = torch.empty(1, dtype=torch.int64, device="cpu")
         dist.recv(length, self.ranks[src], self.cpu_group, tag)
         body = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")

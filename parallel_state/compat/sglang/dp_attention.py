@@ -84,15 +84,9 @@ _GETTERS = {
     "get_moe_cp_group": ("moe_dp_group",),
     "get_moe_cp_rank": ("moe_dp_group", "rank_in_group"),
     "get_moe_cp_size": ("moe_dp_group", "world_size"),
-    "get_attention_tp_group": ("attn_tp_group",),
-    "get_attention_tp_rank": ("attn_tp_rank",),
-    "get_attention_tp_size": ("attn_tp_size",),
-    "get_attention_cp_group": ("attn_cp_group",),
-    "get_attention_cp_rank": ("attn_cp_rank",),
-    "get_attention_cp_size": ("attn_cp_size",),
-    "get_attention_dp_rank": ("attn_dp_rank",),
-    "get_attention_dp_size": ("attn_dp_size",),
-}
+    **{f"get_attention_{axis}_{fact}": (f"attn_{axis}_{fact}",) for axis in ("tp", "cp", "dp")
+       for fact in ("group", "rank", "size") if (axis, fact) != ("dp", "group")},
+}  # fmt: skip
 """Name of a getter -> field of `get_parallel()`.
 
 In SGLang, "moe_cp" is the experts' dp group, or attention's cp group if the latter is larger.

@@ -11,10 +11,10 @@ Names, parameters and return types are those of vLLM 0.33; docs/compat.md lists 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import pickle as pickle  # vLLM's modules import it from its utils
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -24,15 +24,13 @@ import torch.distributed as dist
 from device_communicators.base.errors import GroupNotInitializedError
 from device_communicators.routing.registry import routes
 from parallel_state import state
-from parallel_state.collectives import capture_stream
-from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator
 from parallel_state.compat.vllm.utils import parallel_config
-from parallel_state.functions import aliases
-from parallel_state.functions.capture import graph_capture as _graph_capture
+from parallel_state.functions import aliases, capture
+from parallel_state.functions.capture import GraphCaptureContext
 from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
@@ -54,7 +52,7 @@ _NAMES = {
     group: "GroupCoordinator Handle",
     message_queue: "MessageQueue",
     stateless: "*",
-    capture_stream: "GraphCaptureContext",
+    capture: "GraphCaptureContext",
 }
 globals().update(collect(_NAMES))
 
@@ -252,11 +250,8 @@ get_tensor_model_parallel_rank = _number(lambda: state.get_group_rank("tp"), "te
 get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "pipeline_model_parallel_rank")
 
 
-@contextlib.contextmanager
-def graph_capture(device: torch.device) -> Iterator[GraphCaptureContext]:
-    """Prepares the tp, pp and dp groups for the capture of CUDA graphs."""
-    with _graph_capture(device) as capture:
-        yield capture
+def graph_capture(device: torch.device) -> AbstractContextManager[GraphCaptureContext]:
+    return capture.graph_capture(device)
 
 
 for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
