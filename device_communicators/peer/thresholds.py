@@ -92,8 +92,6 @@ class Table:
 
 
 class _File(msgspec.Struct):
-    """The content of a table's file. Versions up to 0.2.0 also wrote a column `symmetric`, which is ignored."""
-
     format: Literal[1]
     rows: tuple[Thresholds, ...]
     origin: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -94,14 +93,6 @@ def test_the_users_rows_are_found_and_a_named_table_goes_in_their_place(
     peer_thresholds.dump([dataclasses.replace(ROW, push=1)], named, "a test")
     monkeypatch.setenv(settings.PEER_MEMORY_TABLE.name, str(named))
     assert [row.push for row in peer_thresholds.load().rows] == [1]
-
-
-def test_a_row_with_columns_of_an_earlier_version_still_counts(user: Path) -> None:
-    peer_thresholds.dump([ROW], user, "a test")
-    former = json.loads(user.read_text(encoding="utf-8"))
-    former["rows"][0].update(symmetric=1024, multimem=False)
-    user.write_text(json.dumps(former), encoding="utf-8")
-    assert covering(peer_thresholds.load().rows, HERE) == ROW
 
 
 @pytest.mark.parametrize("setting", [settings.NCCL, settings.PEER_MEMORY], ids=lambda setting: setting.name)

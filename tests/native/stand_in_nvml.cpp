@@ -19,15 +19,6 @@ struct Memory {
   unsigned long long total, free, used;
 };
 
-struct Fabric {
-  unsigned version;
-  unsigned char cluster[16];
-  int status;
-  unsigned clique;
-  unsigned char state;
-  unsigned health;
-};
-
 const char* kUuids[] = {"GPU-00000000-1111-2222-3333-444444444444", "GPU-55555555-6666-7777-8888-999999999999"};
 const char* kPci[] = {"00000000:3B:00.0", "00000000:AF:00.0"};
 
@@ -69,12 +60,6 @@ int nvmlDeviceGetMemoryInfo(void*, Memory* memory) {
   return 0;
 }
 
-int nvmlDeviceGetMemoryAffinity(void* handle, unsigned words, unsigned long* nodes, unsigned scope) {
-  std::memset(nodes, 0, words * sizeof *nodes);
-  nodes[0] = index_of(handle) == 0 ? 1ul : 1ul << 9;
-  return scope == 0 ? 0 : kInvalid;
-}
-
 int nvmlDeviceGetCpuAffinity(void* handle, unsigned words, unsigned long* cores) {
   std::memset(cores, 0, words * sizeof *cores);
   cores[0] = index_of(handle) == 0 ? 0x3ul : 0xcul;
@@ -82,15 +67,6 @@ int nvmlDeviceGetCpuAffinity(void* handle, unsigned words, unsigned long* cores)
 }
 
 int nvmlDeviceGetMigMode(void*, unsigned*, unsigned*) { return kNotSupported; }
-
-int nvmlDeviceGetGpuFabricInfoV(void* handle, Fabric* info) {
-  if (info->version != (sizeof *info | 2u << 24)) return 25;
-  for (int place = 0; place < 16; ++place) info->cluster[place] = static_cast<unsigned char>(0xa0 + place);
-  info->status = 0;
-  info->clique = 7;
-  info->state = index_of(handle) == 0 ? 3 : 2;
-  return 0;
-}
 
 int nvmlDeviceGetNvLinkState(void*, unsigned link, unsigned* active) {
   *active = link != 5;

@@ -40,7 +40,7 @@ WAYS: tuple[Callable[[Any], Any], ...] = (*BY_PICKLE, copy.copy, copy.deepcopy)
 def _import_everything() -> None:
     for package in (device_communicators, parallel_state):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if found.name.endswith(("__main__", "peer_probe_child")):
+            if found.name.endswith("__main__"):
                 continue
             try:
                 importlib.import_module(found.name)
