@@ -1,5 +1,5 @@
-"""Wraps private names of torch; only this file uses them. Tested with 2.11, 2.13, 2.15
-(tests/unit/test_private_names.py).
+"""Wraps private names of torch; only this file uses them. tests/unit/test_private_names.py has the versions of torch
+that each name was seen in.
 """
 
 from __future__ import annotations
@@ -314,9 +314,27 @@ def keep_cuda_busy(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
-def pybind_abi() -> dict[str, str]:
-    found = {name: getattr(torch._C, f"_PYBIND11_{name}", None) for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")}
-    return {f"PYBIND11_{name}": value for name, value in found.items() if value is not None}
+def symmetric_bytes(size_bytes: int, device: torch.device) -> Tensor:
+    """Allocates GPU memory for `meet_over_symmetric_memory`. torch's own `empty` would take the memory from a pool that
+    never frees it.
+    """
+    kind: Any = torch._C._distributed_c10d._SymmetricMemory
+    return kind.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
+
+
+def meet_over_symmetric_memory(tensor: Tensor, group: Any) -> Any:
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(tensor, group)
+
+
+def ipc_handle(storage: Any) -> tuple[Any, ...]:
+    return storage._share_cuda_()
+
+
+def open_ipc(device_index: int, *handle: Any) -> Any:
+    kind: Any = torch.UntypedStorage
+    return kind._new_shared_cuda(device_index, *handle)
 
 
 try:

@@ -12,7 +12,6 @@ from typing import Any
 
 from device_communicators.base.build_cache import CacheError, about_cache
 from device_communicators.base.member import Timeout
-from device_communicators.base.torch_internals import pybind_abi
 from device_communicators.cpu import native, native_build
 from device_communicators.cpu.native_build import BuildError, Recipe, Unit
 
@@ -84,8 +83,7 @@ def recipe() -> Recipe:
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").is_file():
         raise BuildError(f"there is no Python.h in {include}; install Python's headers (python3-dev)")
-    pybind = tuple(f'-D{macro}="{value}"' for macro, value in pybind_abi().items())
-    flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_NAME}", *pybind)
+    flags["flags"] += (f"-DTORCH_EXTENSION_NAME={_NAME}",)
     flags["for_torch"] += f" {version}"
     flags["include_flags"] = (f"-I{LEAN}", *flags["include_flags"], "-isystem", include)
     return Recipe(

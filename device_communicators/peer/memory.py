@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from device_communicators.base import torch_internals
 from device_communicators.base.errors import CommunicationError, SettingError
 from device_communicators.base.helper_threads import Call
 from device_communicators.cuda.streams import enter
@@ -58,11 +59,8 @@ class SymmetricSharing:
     name = "torch symmetric memory"
 
     def __init__(self, context: GroupContext, size_bytes: int) -> None:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         self._context = context
-        # The module's `empty` uses a pool that never frees memory.
-        self.tensor: Any = _SymmetricMemory.empty_strided_p2p((size_bytes,), (1,), torch.uint8, context.device)
+        self.tensor: Any = torch_internals.symmetric_bytes(size_bytes, context.device)
         self.handle: Any = None
         _zero(self.tensor)
 
@@ -87,10 +85,8 @@ class SymmetricSharing:
 
     def _meet(self) -> Any:
         """Runs torch's rendezvous for this memory. If another rank failed, waits until the store's timeout."""
-        from torch.distributed import _symmetric_memory
-
         enter(self._context.device)
-        return _symmetric_memory.rendezvous(self.tensor, self._context.cpu_group)
+        return torch_internals.meet_over_symmetric_memory(self.tensor, self._context.cpu_group)
 
     def close(self) -> None:
         self.handle = self.tensor = None
@@ -111,7 +107,7 @@ class IpcSharing:
         """
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
-            None if peer == self._context.rank else [_as_json(each) for each in storage._share_cuda_()]
+            None if peer == self._context.rank else [_as_json(each) for each in torch_internals.ipc_handle(storage)]
             for peer in range(self._context.size)
         ]
 
@@ -121,14 +117,13 @@ class IpcSharing:
         addresses = []
         # Peers' devices needn't be visible to this process.
         own = _index(self._context.device)
-        new_shared: Any = torch.UntypedStorage._new_shared_cuda
         for peer, offer in enumerate(offers):
             if peer == self._context.rank:
                 addresses.append(self._tensor.data_ptr())
                 continue
             _, *handle = offer[self._context.rank]
             values = (bytes.fromhex(each["bytes"]) if isinstance(each, dict) else each for each in handle)
-            self._mapped.append(new_shared(own, *values))
+            self._mapped.append(torch_internals.open_ipc(own, *values))
             addresses.append(int(self._mapped[-1].data_ptr()))
         return addresses
 
