@@ -155,7 +155,7 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "ps_set_add_pending": (None, (c_void_p,)),
     "ps_transfers_close": (c_int, (c_void_p,)),
     "ps_queue_send": (c_int, (c_void_p, c_char_p, c_uint64, c_void_p, c_int, c_int, c_uint64, c_double)),
-    "ps_set_calling": (None, (c_void_p,) * 11),
+    "ps_set_calling": (None, (POINTER(c_void_p),)),
     "ps_queue_resume": (c_int, (c_void_p, c_double)),
     "ps_queue_take": (c_int, (c_void_p, c_void_p, c_uint64, c_double)),
     "ps_queue_read": (c_int, (c_void_p, c_void_p, c_int, c_double)),
@@ -200,7 +200,13 @@ _FUNCTIONS_OF_TORCH: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 _METH_FASTCALL = 0x80
-_CALLED_BY_C = (
+_METHODS_OF_C = (
+    "ps_entering", "ps_announcing", "ps_exiting", "ps_transfers_starting", "ps_transfers_running",
+    "ps_transfers_waiting", "ps_transfers_done", "ps_transfers_sending", "ps_window_putting", "ps_window_signalling",
+    "ps_window_waiting",
+)  # fmt: skip
+"""Functions that take Python objects, which is faster than ctypes."""
+_CALLED_BY_C = (  # the fields of `Calling` in csrc/calling.h
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
     "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size", "Py_IncRef", "Py_DecRef", "PyErr_NoMemory",
 )  # fmt: skip
@@ -250,7 +256,8 @@ class NativeLibrary:
         self.signal_pipe = self._library.ps_signal_pipe()
         """Address of a `wakeup.SignalPipe`."""
         wakeup.tell(wakeup.SignalPipe.from_address(self.signal_pipe))
-        self._library.ps_set_calling(*(ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C))
+        called = [ctypes.cast(getattr(ctypes.pythonapi, name), c_void_p) for name in _CALLED_BY_C]
+        self._library.ps_set_calling((c_void_p * len(called))(*called))
         self._library.ps_set_add_pending(ctypes.cast(ctypes.pythonapi.Py_AddPendingCall, c_void_p))
         atexit.register(self._library.ps_set_add_pending, None)
         ON_FAILED_OP.append(self.raise_interruption)
@@ -260,7 +267,8 @@ class NativeLibrary:
                 f"{settings.INSTRUCTIONS.name} must be an instruction set of this processor, such as "
                 f"{self._library.ps_instruction_set().decode()}, but is {wanted}; unset it to use the best one"
             )
-        self.entering, self.announcing, self.exiting = map(self.method, ("ps_entering", "ps_announcing", "ps_exiting"))
+        for name in _METHODS_OF_C:
+            setattr(self, name, self.method(name))
 
     def method(self, name: str, itself: object = None) -> Any:
         """Returns a C function of the library as a Python callable. The C function receives `itself` as its first

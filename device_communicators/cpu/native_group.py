@@ -166,7 +166,7 @@ class NativeGroup:
         """
         begin_sending()
         started = time.monotonic()
-        status = self.library.announcing(self.number, *user_call.words, src, spin_ns)
+        status = self.library.ps_announcing(self.number, *user_call.words, src, spin_ns)
         if status != 0:
             self.fail(status, user_call, started)
 
@@ -177,11 +177,11 @@ class NativeGroup:
 
     def enter(self, operation: str) -> None:
         """Makes calls of other threads raise until `exit`. Raises UsageError if a call is running."""
-        if self.library.entering(self.number) == _BUSY:
+        if self.library.ps_entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
     def exit(self) -> None:
-        self.library.exiting(self.number)
+        self.library.ps_exiting(self.number)
 
     @property
     def is_busy(self) -> bool:

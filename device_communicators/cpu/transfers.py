@@ -131,20 +131,6 @@ def _what_is_short(needs_bytes: int) -> str:
     )
 
 
-class _Functions:
-    def __init__(self, library: NativeLibrary) -> None:
-        self.start = library.method("ps_transfers_starting")
-        self.run = library.method("ps_transfers_running")
-        self.wait = library.method("ps_transfers_waiting")
-        self.is_done = library.method("ps_transfers_done")
-        self.send_message = library.method("ps_transfers_sending")
-
-
-@functools.cache
-def _functions(library: NativeLibrary) -> _Functions:
-    return _Functions(library)
-
-
 @functools.cache
 def _number_of(dtype: torch.dtype) -> int:
     return DTYPE_NUMBERS.get(dtype, zlib.crc32(str(dtype).encode()) >> 1 | 1 << 30)
@@ -169,7 +155,6 @@ class Transfers:
         """
         self.members = members
         self._library = library
-        self._functions = _functions(library)
         self._ring_bytes = ring_bytes
         self.address = address or 0
         if not self.address:
@@ -208,7 +193,9 @@ class Transfers:
         self._check(sends, tag)
         if not sends or not self._ring_bytes:
             self._refuse_inside(sends, peer)
-        number = self._functions.start(self.address, sends, peer, tag, _number_of(x.dtype), x.data_ptr(), x.nbytes, x)
+        number = self._library.ps_transfers_starting(
+            self.address, sends, peer, tag, _number_of(x.dtype), x.data_ptr(), x.nbytes, x
+        )
         return self._work(number, sends, peer)
 
     def _work(self, number: int, sends: int, peer: int) -> Work:
@@ -223,7 +210,9 @@ class Transfers:
     def isend_message(self, message: Message, dst: int, tag: int) -> Work:
         self._refuse_inside(1, dst)
         pieces, _, more_heads = message.pieces
-        number = self._functions.send_message(self.address, dst, tag, message.head, pieces or b"", more_heads, message)
+        number = self._library.ps_transfers_sending(
+            self.address, dst, tag, message.head, pieces or b"", more_heads, message
+        )
         return self._work(number, 1, dst)
 
     def started_message(self, number: int, dst: int) -> Work:
@@ -252,7 +241,7 @@ class Transfers:
     def _run(self, sends: int, x: Tensor, peer: int, tag: int) -> None:
         self._check(sends, tag)
         with self._waiting(sends, peer):
-            status = self._functions.run(
+            status = self._library.ps_transfers_running(
                 self.address, sends, peer, tag, _number_of(x.dtype), x.data_ptr(), x.nbytes, x, self._timeout_us
             )
             if status != _ENDED:
@@ -284,14 +273,14 @@ class Transfers:
         return int(1e6 * min(self.members.timeout_s, _LONGEST_S))
 
     def is_done(self, number: int) -> bool:
-        return bool(self._functions.is_done(self.address, number))
+        return bool(self._library.ps_transfers_done(self.address, number))
 
     def wait(self, number: int, sends: int, peer: int) -> None:
         if self.is_done(number):
-            status = self._functions.wait(self.address, number, 0)
+            status = self._library.ps_transfers_waiting(self.address, number, 0)
         else:
             with self._waiting(sends, peer):
-                status = self._functions.wait(self.address, number, self._timeout_us)
+                status = self._library.ps_transfers_waiting(self.address, number, self._timeout_us)
         if status != _ENDED:
             self._raise(status, sends)
 

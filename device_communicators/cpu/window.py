@@ -100,12 +100,8 @@ def group_of_one(context: GroupMember) -> NativeGroup:
 
 
 @functools.cache
-def _calls_of(library: Any) -> tuple[Any, Any, Any, Any]:
-    putting, signalling, waiting = (
-        library.method(f"ps_window_{name}") for name in ("putting", "signalling", "waiting")
-    )
-    direct = library.method("ps_direct_put") if library.has_ops else lambda *_: _LEFT_TO_PYTHON
-    return direct, putting, signalling, waiting
+def _direct_put_of(library: Any) -> Any:
+    return library.method("ps_direct_put") if library.has_ops else lambda *_: _LEFT_TO_PYTHON
 
 
 class _Opened:
@@ -158,7 +154,7 @@ class Window:
         self._opened = _Opened(library, address)
         self._address: int = address
         self._parts = exchange(torch.tensor(part[:], dtype=torch.int64, device="cpu")).view(-1, _PART_WORDS)
-        self._direct_put, self._putting, self._signalling, self._waiting = _calls_of(library)
+        self._direct_put = _direct_put_of(library)
         status = library.ps_window_open(address, self._parts.data_ptr())
         if status:
             self._fail(status, "window", group.rank)
@@ -188,7 +184,7 @@ class Window:
         if not is_dense(x):
             x = dense(x)
         number = DTYPE_NUMBERS.get(x.dtype, -1)
-        status: int = self._putting(
+        status: int = self._group.library.ps_window_putting(
             self._address, index(dst), index(offset), x.numel(), number, x.data_ptr(), int(signal)
         )
         return status
@@ -216,7 +212,7 @@ class Window:
     def signal(self, dst: int) -> None:
         """Sends a signal to rank `dst`, and returns at once. Rank `dst` receives the signal by `wait_signal`."""
         started = time.monotonic()
-        status = self._signalling(self._address, index(dst))
+        status = self._group.library.ps_window_signalling(self._address, index(dst))
         if status:
             self._fail(status, "signal", dst, started)
 
@@ -228,7 +224,7 @@ class Window:
         """
         started = time.monotonic()
         limit_us = -1 if timeout_s is None else int(1e6 * min(max(timeout_s, 0.0), _LONGEST_S))
-        status = self._waiting(self._address, index(src), limit_us)
+        status = self._group.library.ps_window_waiting(self._address, index(src), limit_us)
         if status:
             limit_s = self._group.members.timeout_s if timeout_s is None else max(timeout_s, 0.0)
             self._fail(status, "wait_signal", src, started, limit_s)

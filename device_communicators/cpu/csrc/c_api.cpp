@@ -53,14 +53,7 @@ void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch
   set_interpreter({take_lock, check_signals, fetch, let_lock}, main_thread);
 }
 
-void ps_set_calling(void* (*as_pointer)(void*), void* (*make_integer)(long long), void* (*save_thread)(),
-                    void (*restore_thread)(void*), void* (*make_bytes)(const char*, std::ptrdiff_t),
-                    void (*raise)(void*, void*, void*), const char* (*as_bytes)(void*),
-                    std::ptrdiff_t (*bytes_size)(void*), void (*hold)(void*), void (*let_go)(void*),
-                    void* (*no_memory)()) {
-  calling = {as_pointer, make_integer, save_thread, restore_thread, make_bytes, raise,
-             as_bytes,   bytes_size,   hold,        let_go,         no_memory};
-}
+void ps_set_calling(const Calling* functions) { calling = *functions; }
 
 // The caller owns the three references. They are null if no exception is kept.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
@@ -276,10 +269,7 @@ void* ps_announcing(void*, void* const* given, std::ptrdiff_t count) {
   const std::uint64_t group = number_of(given[0]), word = number_of(given[1]), shape = number_of(given[2]);
   const auto src = static_cast<int>(number_of(given[3]));
   const auto spin_ns = static_cast<std::int64_t>(number_of(given[4]));
-  void* const thread = calling.save_thread();
-  const int status = ps_announce(group, word, shape, src, spin_ns);
-  calling.restore_thread(thread);
-  return calling.make_integer(status);
+  return calling.make_integer(without_lock([=] { return ps_announce(group, word, shape, src, spin_ns); }));
 }
 
 void* ps_exiting(void*, void* const* given, std::ptrdiff_t count) {

@@ -22,6 +22,23 @@ struct Calling {
 
 extern Calling calling;
 
+class Unlocked {
+ public:
+  Unlocked() : thread_(calling.save_thread()) {}
+  ~Unlocked() { calling.restore_thread(thread_); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  void* const thread_;
+};
+
+template <typename Function>
+auto without_lock(Function function) {
+  const Unlocked others;
+  return function();
+}
+
 inline void* pointer_of(void* integer) { return calling.as_pointer(integer); }
 inline std::uint64_t number_of(void* integer) { return reinterpret_cast<std::uint64_t>(pointer_of(integer)); }
 

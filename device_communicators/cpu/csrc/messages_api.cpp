@@ -50,17 +50,6 @@ void* answer(Outcome outcome) {
   return calling.make_integer(static_cast<int>(outcome));
 }
 
-class Unlocked {
- public:
-  Unlocked() : thread_(calling.save_thread()) {}
-  ~Unlocked() { calling.restore_thread(thread_); }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  void* const thread_;
-};
-
 // Another thread may change the packed message's object, and a signal handler may pack another message.
 class Kept {
  public:
@@ -173,11 +162,7 @@ Status run_between_hosts(std::uint64_t group, Call call) {
 // If there is no room, and the message is `wanted`, `ps_packed` returns it.
 Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
   Kept kept{python};
-  Outcome outcome;
-  {
-    const Unlocked others;
-    outcome = broadcast_message(served, told, kept.pieces(), kept.heads());
-  }
+  const Outcome outcome = without_lock([&] { return broadcast_message(served, told, kept.pieces(), kept.heads()); });
   if (outcome == Outcome::kNoRoom && wanted) kept.hand_back();
   return outcome;
 }
@@ -480,12 +465,7 @@ void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (served == nullptr || !packer().gather(python, given[4], head_of(python, given[3]))) return answer(Outcome::kLeft);
   const ToOne from{int_of(given[1]), int_of(given[2])};
   const std::vector<Piece> pieces = packer().pieces();
-  Outcome outcome;
-  {
-    const Unlocked others;
-    outcome = receive_message(*served, from, pieces);
-  }
-  return answer(outcome);
+  return answer(without_lock([&] { return receive_message(*served, from, pieces); }));
 }
 
 void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t count) {
@@ -495,12 +475,7 @@ void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t coun
   if (served == nullptr || !packer().gather(python, given[3], head_of(python, given[2]))) return answer(Outcome::kLeft);
   const Told told = told_of(given[1]);
   const std::vector<Piece> pieces = packer().pieces();
-  Outcome outcome;
-  {
-    const Unlocked others;
-    outcome = receive_broadcast(*served, told, source_of(told), pieces);
-  }
-  return answer(outcome);
+  return answer(without_lock([&] { return receive_broadcast(*served, told, source_of(told), pieces); }));
 }
 
 void* ps_receiving_value(void* self, void* const* given, std::ptrdiff_t count) {
@@ -591,11 +566,9 @@ void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
                                  static_cast<std::uint64_t>(calling.bytes_size(given[3]))});
   const int heads = 1 + int_of(given[5]);
   const std::uint64_t group = number_of(given[0]);
-  Status status;
-  {
-    const Unlocked others;
-    status = run_between_hosts(group, [&](Handle& handle) { return broadcast_entered(handle, told, pieces, heads); });
-  }
+  const Status status = without_lock([&] {
+    return run_between_hosts(group, [&](Handle& handle) { return broadcast_entered(handle, told, pieces, heads); });
+  });
   return calling.make_integer(static_cast<int>(status));
 }
 

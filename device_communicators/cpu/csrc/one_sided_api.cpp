@@ -17,10 +17,7 @@ std::shared_ptr<SharedWindow> shared(void* opened) { return *static_cast<std::sh
 
 template <typename Function>
 void* unlocked(Function function) {
-  void* const thread = calling.save_thread();
-  const int status = static_cast<int>(function());
-  calling.restore_thread(thread);
-  return calling.make_integer(status);
+  return calling.make_integer(static_cast<int>(without_lock(function)));
 }
 
 }  // namespace

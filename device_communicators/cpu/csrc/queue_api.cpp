@@ -16,28 +16,7 @@
 
 namespace {
 
-using parallel_state::calling;
-using parallel_state::Handle;
-using parallel_state::InTurn;
-using parallel_state::Loss;
-using parallel_state::Losses;
-using parallel_state::number_of;
-using parallel_state::OpenEnd;
-using parallel_state::OpenReader;
-using parallel_state::OpenWriter;
-using parallel_state::Packer;
-using parallel_state::packer;
-using parallel_state::Piece;
-using parallel_state::pointer_of;
-using parallel_state::Python;
-using parallel_state::QueueReader;
-using parallel_state::QueueReport;
-using parallel_state::QueueStatus;
-using parallel_state::QueueWriter;
-using parallel_state::RingShape;
-using parallel_state::Sleep;
-using parallel_state::WaitPolicy;
-using parallel_state::Watch;
+using namespace parallel_state;
 using parallel_state::control::ProcessWatch;
 
 // For ends that aren't ranks of a world, such as those of vLLM's queues.
@@ -100,7 +79,7 @@ void* open(void* control, void* data, std::uint64_t chunk_bytes, std::uint64_t c
 template <typename End, typename Add>
 void serve(OpenEnd<End>* open, std::uint64_t group, std::uint64_t* broadcasts, Add add) {
   open->broadcasts = broadcasts;
-  if (const std::shared_ptr<Handle> handle = parallel_state::find(group)) add(*handle);
+  if (const std::shared_ptr<Handle> handle = find(group)) add(*handle);
 }
 
 template <typename End>
@@ -136,7 +115,7 @@ void* ps_liveness_new(const std::int64_t* pids, int count) {
 }
 
 void* ps_liveness_of(std::uint64_t group) {
-  std::shared_ptr<Handle> handle = parallel_state::find(group);
+  std::shared_ptr<Handle> handle = find(group);
   if (handle == nullptr) return nullptr;
   const Losses* const losses = &handle->liveness();
   return new (std::nothrow) Watch{std::shared_ptr<const Losses>(std::move(handle), losses)};

@@ -24,13 +24,11 @@ void* unlocked(Function function) {
   std::int64_t outcome = 0;
   bool has_memory = true;
   const Released::Visit here;
-  void* const thread = calling.save_thread();
   try {
-    outcome = function();
+    outcome = without_lock(function);
   } catch (const std::bad_alloc&) {
     has_memory = false;
   }
-  calling.restore_thread(thread);
   released().let_go();
   return has_memory ? calling.make_integer(outcome) : calling.no_memory();
 }
