@@ -145,4 +145,4 @@ dist: $(STAMP)
 	PATH="$(CURDIR)/$(BIN):$$PATH" auditwheel repair --wheel-dir dist dist/*-linux_*.whl && rm dist/*-linux_*.whl
 
 clean:
-	rm -rf .venv .venv-borrowed .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .lanes .gpu docs/_build docs/_generated
+	rm -rf .venv .venv-borrowed .versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .lanes .gpu docs/_build

@@ -1,4 +1,4 @@
-"""Sphinx configuration: Markdown pages, the API from docstrings, and tables that `generate` makes at build time."""
+"""Sphinx configuration: Markdown pages, and the API from docstrings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS.parent), str(DOCS)]
-
-import generate  # noqa: E402
+sys.path.insert(0, str(DOCS.parent))
 
 import parallel_state.functions.getters  # noqa: E402
 
@@ -25,7 +23,7 @@ author = "the parallel_state authors"
 copyright = author
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build", "_generated", "README.md"]
+exclude_patterns = ["_build", "README.md"]
 html_theme = "furo"
 html_title = project
 myst_enable_extensions = ["colon_fence"]
@@ -99,12 +97,7 @@ def _process_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any
     lines[:] = to_rst(lines)
 
 
-def _write_tables(app: Sphinx) -> None:
-    generate.write_tables()
-
-
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("autoapi-names", ApiNames)
-    app.connect("builder-inited", _write_tables)
     app.connect("autodoc-process-docstring", _process_docstring)
     return {"parallel_read_safe": True}

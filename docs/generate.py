@@ -1,6 +1,6 @@
 """Draws the docs' pictures and writes tables from the source. `make docs` and the docs tests call it.
 
-    python docs/generate.py            # rewrites docs/pictures/*.svg and docs/compat.md
+    python docs/generate.py            # rewrites docs/pictures/*.svg, docs/compat.md and the tables in other pages
 
 Pictures have a white background and fixed colours, so that they are readable on a dark page.
 """
@@ -22,7 +22,8 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 RESULTS = [ROOT / "benchmarks" / "results" / f"all_reduce_2_ranks_tight_{part}.json" for part in ("small", "large")]
 PICTURES = DOCS / "pictures"
-GENERATED = DOCS / "_generated"
+MARK = "<!-- written by docs/generate.py -->\n"
+"""The line before and after a table in a page."""
 
 LINES = {
     "op, in place": "parallel_state, in place",
@@ -315,7 +316,7 @@ def errors_tree() -> str:
 
     def walk(kind: type, depth: int) -> Iterator[str]:
         about = (kind.__doc__ or "").strip().splitlines()[0]
-        yield f"{'  ' * depth}- {{py:obj}}`{kind.__name__} <parallel_state.{kind.__name__}>`: {about}"
+        yield f"{'  ' * depth}- `{kind.__name__}`: {about}"
         for each in kind.__subclasses__():
             if each in vars(errors).values():
                 yield from walk(each, depth + 1)
@@ -360,19 +361,22 @@ def names_page() -> str | None:
     return "\n".join(parts)
 
 
-def write_tables() -> None:
-    """Writes the tables that pages include to `docs/_generated`, which git ignores."""
-    GENERATED.mkdir(exist_ok=True)
-    tables = {
-        "settings.md": settings_table(),
-        "rooms.md": rooms_table(),
-        "errors.md": errors_tree(),
-        "findings.md": findings_table(),
-    }
-    for name, text in tables.items():
-        path = GENERATED / name
-        if not path.exists() or path.read_text() != text:  # Sphinx rebuilds pages of changed files
-            path.write_text(text)
+TABLES = {
+    "settings.md": settings_table,
+    "reading.md": rooms_table,
+    "failures.md": errors_tree,
+    "check.md": findings_table,
+}
+"""Page -> maker of the table between its two marks."""
+
+
+def pages() -> dict[str, str]:
+    """Returns name -> text of every page with a table from the source."""
+    found = {}
+    for name, make in TABLES.items():
+        before, _, after = (DOCS / name).read_text().split(MARK)
+        found[name] = f"{before}{MARK}\n{make()}\n{MARK}{after}"
+    return found
 
 
 def pictures() -> dict[str, str]:
@@ -384,6 +388,8 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for name, svg in pictures().items():
         (PICTURES / name).write_text(svg)
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
     page = names_page()
     if page is not None:
         (DOCS / "compat.md").write_text(page)

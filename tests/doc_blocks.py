@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "api").glob("*.md"))]
 DEFAULT = "run: 2 ranks, tp=2"
 PLAIN = ("text", "json")
-DIRECTIVES = ("{toctree}", "{include}", "{eval-rst}")
+DIRECTIVES = ("{toctree}", "{eval-rst}")
 
 
 class Block(NamedTuple):

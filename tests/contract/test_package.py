@@ -30,7 +30,7 @@ DEADLINE_S = 300
 PACKAGES = ("parallel_state", "device_communicators")
 UNTRACKED = (
     ".git", ".venv*", ".versions", ".lanes", ".*_cache", ".hypothesis", "__pycache__", "*.pyc", "*.egg-info",
-    "build", "dist", "_build", "_generated",
+    "build", "dist", "_build",
 )  # fmt: skip
 (DEMO,) = re.findall(r"^demo:.*\n(?:\t.*\n)*\t\$\(BIN\)/python (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
 PLAIN = {"_native.so", "_native.digest", "_native_objects.o", "_native_objects.digest"}
