@@ -423,7 +423,7 @@ def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
     """Returns the error of a failed wait. `place`: the suspected rank, or OUTSIDE for a rank outside the group. If a
-    rank gave up, `reporter` is the rank that gave up and `reason` its status.
+    rank gave up, `reporter` is the rank that gave up and `reason` its status. If a rank left, `reason` is 1.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:
@@ -433,7 +433,9 @@ def wait_failure(
     if status == QueueStatus.GIVEN_UP:
         return given_up(members, operation, suspect, elapsed_s, reason, members.ranks[reporter])
     if status == QueueStatus.PEER_DIED:
-        return peer_died(members, operation, suspect, elapsed_s, "has ended, or has destroyed its group")
+        return peer_died(
+            members, operation, suspect, elapsed_s, LEFT if reason else "has ended, or has destroyed its group"
+        )
     text = (
         f"{operation} of {members} failed: global rank {suspect} wrote something that isn't the next part of a "
         f"message. {LOST}; every rank must run the same version of parallel_state"

@@ -54,7 +54,7 @@ def test_who_leaves_on_purpose_is_no_death(ranks: Ranks, route: str) -> None:
     assert found[0] == found[1] == ["ok "] * 3
 
 
-def _one_leaves_and_lives(route: str, folder: str) -> Outcome | None:
+def _one_leaves_and_lives(route: str, call: str, folder: str) -> Outcome | None:
     with world_over(route, timeout_s=LONG_TIMEOUT_S) as group:
         group.barrier()
         if group.rank == 1:
@@ -63,14 +63,25 @@ def _one_leaves_and_lives(route: str, folder: str) -> Outcome | None:
             while len(list(Path(folder).iterdir())) < 3 and time.monotonic() < until:
                 time.sleep(0.01)
             return None
-        told = attempt(group.all_reduce, torch.ones(3))
+        told = attempt(WAITING[call], group)
         Path(folder, str(group.rank)).touch()
         return told
 
 
+@pytest.mark.parametrize("over_hosts", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("call", ["all_reduce", "recv", "recv_object"])
 @pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
-def test_who_leaves_and_lives_is_not_told_as_ended(ranks: Ranks, tmp_path: Path, route: str) -> None:
-    found = ranks.survivors(_one_leaves_and_lives, route, str(tmp_path), timeout_s=DEADLINE_S)
+def test_who_leaves_and_lives_is_not_told_as_ended(tmp_path: Path, route: str, call: str, over_hosts: bool) -> None:
+    if over_hosts and problem() is not None:
+        pytest.skip(f"no hosts can be made here: {problem()}")
+    if route == OVER_TORCH:
+        creation.load()
+    with Hosts(2) if over_hosts else nullcontext() as hosts:
+        ranks = Ranks(4) if hosts is None else hosts.ranks((0, 1, 0, 1))
+        try:
+            found = ranks.survivors(_one_leaves_and_lives, route, call, str(tmp_path), timeout_s=DEADLINE_S)
+        finally:
+            ranks.kill()
     assert sorted(found) == [0, 1, 2, 3]
     for rank in (0, 2, 3):
         told = found[rank]

@@ -118,10 +118,7 @@ def _left(route: str) -> Outcome | None:
 def test_a_wait_for_a_rank_that_left_ends(ranks: Ranks, route: str) -> None:
     found = ranks.run(_left, route)
     assert found[1].suspect_ranks == (0,) and found[0] is found[2] is found[3] is None, found
-    if route == "connections" and found[1].kind == "CommunicationError":
-        assert "Connection closed" in found[1].text, found
-    else:
-        assert found[1].kind == "PeerDiedError" and "left" in found[1].text, found
+    assert found[1].kind == "PeerDiedError" and "left" in found[1].text, found
     assert found[1].seconds < WITHIN_S
 
 

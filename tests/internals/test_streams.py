@@ -26,6 +26,7 @@ from device_communicators.base.errors import (
     GroupDestroyedError,
     InvalidArgumentError,
     MessageDecodeError,
+    PeerDiedError,
     UsageError,
 )
 from device_communicators.base.member import Timeout
@@ -242,8 +243,24 @@ def test_an_early_message_waits_for_its_receive(ends: tuple[Rank, Rank]) -> None
 
 def test_a_closed_connection_ends_a_send(ends: tuple[Rank, Rank]) -> None:
     ends[1].close()
-    with pytest.raises(TransferError, match="closed by peer"):
+    with pytest.raises(PeerDiedError, match="has left: it destroyed its group"):
         ends[0].send(_room(1 << 20), 1)
+
+
+@pytest.mark.parametrize("has_failed", [False, True], ids=["left", "failed"])
+@pytest.mark.parametrize("src", [1, Transfers.ANY_SOURCE], ids=["from it", "from any"])
+def test_a_rank_that_left_differs_from_one_that_failed(ends: tuple[Rank, Rank], src: int, has_failed: bool) -> None:
+    near, far = ends
+    far.send(_bytes(b"last"), 0)
+    if has_failed:
+        far.transfers.abandon()
+    far.close()
+    last = _room(4)
+    near.recv(last, src)
+    assert _data(last) == b"last"
+    kind, words = (TransferError, "closed by peer") if has_failed else (PeerDiedError, "global rank 1 has left")
+    with pytest.raises(kind, match=words):
+        near.recv(_room(1), src)
 
 
 def test_a_peer_that_ends_within_a_body_ends_the_receive(ends: tuple[Rank, Rank]) -> None:
@@ -408,7 +425,7 @@ def test_a_receive_from_any_rank_takes_the_next_message(three: tuple[Rank, dict[
     assert out.eq(1).all()
     received = here.irecv(out, Transfers.ANY_SOURCE)
     theirs[1].close()
-    with pytest.raises(TransferError, match="closed by peer"):
+    with pytest.raises(PeerDiedError, match="has left: it destroyed its group"):
         received.wait()
 
 

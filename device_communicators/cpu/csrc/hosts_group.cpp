@@ -147,7 +147,7 @@ Loss HostsGroup::loss(int rank) const {
     }
     return found;
   }
-  if (end_of(rank) != kAlive) return Loss(rank);
+  if (const int end = end_of(rank); end != kAlive) return Loss(rank, -1, end == kLeft ? 1 : 0);
   return liveness_.is_doomed() ? Loss(kOutside) : Loss();
 }
 

@@ -82,7 +82,7 @@ Loss GroupLiveness::loss(int awaited) const {
     }
     return found;
   }
-  return Loss(has_left(awaited) ? awaited : -1);
+  return has_left(awaited) ? Loss(awaited, -1, 1) : Loss();
 }
 
 bool GroupLiveness::watch(Sleep* sleep) const {

@@ -38,7 +38,7 @@ struct Loss {
 
   int rank;
   int reporter;  // -1: this rank
-  int status;
+  int status;    // of the reporter's failure; without a reporter: 1 if `rank` left
   Told expected, found;
   Misfit misfit;
 };

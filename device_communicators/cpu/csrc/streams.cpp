@@ -14,7 +14,8 @@
 namespace parallel_state {
 namespace {
 
-constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC", kPut[] = "PSMW";
+constexpr char kAtOnce[] = "PSM\1", kAnnounced[] = "PSMA", kAskedFor[] = "PSMB", kAnswer[] = "PSMC", kPut[] = "PSMW",
+               kLeave[] = "PSML";
 constexpr std::uint64_t kMessageBytes = 256;
 constexpr std::uint64_t kMostAnnounced = 1 << 20;
 constexpr std::size_t kBufferBytes = 64 << 10;
@@ -44,6 +45,7 @@ class Streams::Stream {
   void deliver(const Held& receive, const Early& message);
   bool move();
   void poll_for(std::vector<pollfd>* polled) const;
+  void leave();
   void stop(const char* why);
   void close();
   Held unfinished() const;
@@ -51,6 +53,7 @@ class Streams::Stream {
 
   const int rank;
   Done* done = nullptr;
+  bool has_left = false;
 
  private:
   struct Outgoing {
@@ -408,6 +411,7 @@ bool Streams::Stream::refuse() {
 bool Streams::Stream::take_frame(const Frame& frame) {
   const auto is = [&frame](const char* magic) { return std::memcmp(frame.magic, magic, sizeof frame.magic) == 0; };
   if (is(kPut)) return begin_put(frame);
+  if (is(kLeave)) return has_left = true, fail("it left the group"), false;
   const Form form{static_cast<std::int32_t>(frame.tag), frame.dtype, frame.bytes, frame.head_bytes};
   const bool is_form = frame.head_bytes <= (frame.dtype == kMessageDtype ? frame.bytes : 0);
   if (!is_form || (!is(kAtOnce) && !is(kAnnounced) && !is(kAskedFor) && !is(kAnswer))) {
@@ -562,6 +566,12 @@ void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
   for (const Stripe& stripe : stripes_) {
     add(stripe.descriptor, !stripe.sends.is_idle(), stripe.missing.bytes_left() > 0);
   }
+}
+
+void Streams::Stream::leave() {
+  if (has_error() || is_sending() || !broken_.empty()) return;
+  const Frame frame = frame_of(kLeave, Form{});
+  static_cast<void>(send(descriptor_, &frame, sizeof frame, MSG_NOSIGNAL | MSG_DONTWAIT));
 }
 
 void Streams::Stream::stop(const char* why) {
@@ -794,7 +804,8 @@ void Streams::note_broken(Done* done) {
   if (ended == nullptr) return;
   if (done->first == nullptr && all_ended) done->first = first_with(kAnySource);
   if (done->first == nullptr) return;
-  done->failure.status = TransferFailure::kBroken;
+  done->failure.status = ended->has_left ? static_cast<std::int64_t>(QueueStatus::kPeerDied) : TransferFailure::kBroken;
+  done->failure.reason = ended->has_left ? 1 : 0;
   done->failure.sends = done->first->call.sends;
   done->failure.peer = done->failure.suspect = ended->rank;
   done->text = ended->error();
@@ -938,11 +949,15 @@ bool Streams::has_left() {
   return left_ > 0 || ((has_unsent_ || has_windows_) && !has_failed());
 }
 
-void Streams::stop() {
+void Streams::stop(bool leaves) {
+  const std::shared_ptr<const Losses> known = losses();
   {
     const std::lock_guard<std::mutex> lock(streams_mutex_);
     for (const auto& stream : streams_) {
-      if (stream != nullptr) stream->stop(kEnded);
+      if (stream == nullptr) continue;
+      // After a failed collective the group is doomed, and no rank counts as alive.
+      if (leaves && known != nullptr && known->is_alive(stream->rank)) stream->leave();
+      stream->stop(kEnded);
     }
   }
   wake();

@@ -14,6 +14,9 @@
 // counts its signals: a rank that has taken a signal sees its sender's earlier puts. While a window is open, the
 // progress thread reads all connections. A put outside of an open window fails the group.
 //
+// `close` sends a last frame to each peer, unless the group has failed or data is unsent. A transfer that needs the
+// closed rank then fails with kPeerDied; after a connection that ends without this frame it fails with kBroken.
+//
 // The caller owns the descriptors, and closes them after `close`. No thread holds the lock while it sleeps.
 #pragma once
 
@@ -75,7 +78,7 @@ class Streams final : public Transfers {
   bool move_all() override;
   Moved move_for(Transfer* transfer, std::int64_t until_ns) override;
   bool read_last(const Transfer& transfer, int from, int end) override;
-  void stop() override;
+  void stop(bool leaves) override;
   bool leave() override;
   void sleep_on(Sleep* sleep) override;
   void go_on(const Held& receive, const std::vector<Piece>& pieces, Done* done) override;

@@ -12,7 +12,7 @@ struct TransferFailure {
   std::int64_t peer = -1;
   std::int64_t suspect = -1;
   std::int64_t reporter = -1;  // after kGivenUp: failed first
-  std::int64_t reason = 0;
+  std::int64_t reason = 0;     // the reporter's status; after kPeerDied: 1 if the suspect left
   std::int64_t elapsed_us = 0;
   std::int64_t sent_dtype = -1, sent_bytes = 0;  // if a message doesn't fit its receive; else -1
   std::int64_t expected_dtype = -1, expected_bytes = 0;

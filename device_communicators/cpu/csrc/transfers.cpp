@@ -51,10 +51,7 @@ void Transfers::fall_asleep(Sleep* sleep) {
   }
   if (left_ > 0 && waiters_ >= left_) return;
   sleep->until_ns = std::min(sleep->until_ns, next_deadline_ns_.load());
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    watched_ = losses_;
-  }
+  watched_ = losses();
   if (watched_ == nullptr || !watched_->watch(sleep)) sleep->naps = true;
   sleep_on(sleep);
 }
@@ -316,10 +313,10 @@ void Transfers::fail(TransferFailure failure, const Held& first, std::string_vie
     end_open(&failure, first, text, &failed);
   } catch (const std::bad_alloc&) {
     has_failed_.store(true, std::memory_order_release);
-    stop();  // waits end at their deadlines, or with the next failure
+    stop(false);  // waits end at their deadlines, or with the next failure
     throw;
   }
-  stop();
+  stop(failure.status == TransferFailure::kClosed);
   settle(failed, &failure);
 }
 
@@ -537,16 +534,12 @@ void Transfers::find_loss(const Held& first) {
   const bool is_any = first->call.peer == kAnySource;
   int awaited = is_any ? 0 : first->call.peer;
   const int end = is_any ? size_ : awaited + 1;
-  std::shared_ptr<const Losses> losses;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    losses = losses_;
-  }
-  if (losses == nullptr) return;
+  const std::shared_ptr<const Losses> known = losses();
+  if (known == nullptr) return;
   Loss loss;
   for (; awaited < end; ++awaited) {
     if (awaited == rank_) continue;
-    loss = losses->loss(awaited);
+    loss = known->loss(awaited);
     if (loss.rank < 0 && loss.reporter < 0) return;
     if (loss.rank != awaited || loss.reporter >= 0) break;
   }

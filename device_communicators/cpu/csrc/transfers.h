@@ -190,7 +190,7 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
     std::atomic_thread_fence(std::memory_order_seq_cst);
     return asleep_.load(std::memory_order_acquire);
   }
-  virtual void stop() {}
+  virtual void stop(bool /*leaves*/) {}
   // After the taker chose addresses or refused the message. The transfer is open.
   virtual void go_on(const Held&, const std::vector<Piece>&, Done*) {}
   virtual bool leave() { return true; }
@@ -208,6 +208,10 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   bool handles_signals(bool surely);
   // This thread is in a signal handler that interrupted a wait in these transfers.
   bool in_handler() const;
+  std::shared_ptr<const Losses> losses() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return losses_;
+  }
   bool has_failed() const { return has_failed_.load(std::memory_order_acquire); }
 
   std::shared_ptr<const Losses> losses_;  // null after close; guarded by mutex_, or by the turn of an end
