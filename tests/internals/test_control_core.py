@@ -102,6 +102,11 @@ def test_ranks_that_leave_one_by_one_are_not_taken_for_dead(ranks: int, hosts: i
     _check("simulator", ("--ranks", ranks, "--hosts", hosts, "--fault", "leave", "--seeds", seeds))
 
 
+@pytest.mark.parametrize(("ranks", "seeds"), [(5, 1000), (16, 300)])
+def test_ranks_that_leave_right_after_a_verdict_got_the_same(ranks: int, seeds: int) -> None:
+    _check("simulator", ("--ranks", ranks, "--fault", "depart", "--seeds", 10 * seeds if LONG else seeds))
+
+
 def test_a_seed_replays() -> None:
     first, second = (_run(_program("simulator"), "--seed", 7, "--ranks", 8, "--trace") for _ in range(2))
     assert first.stdout == second.stdout
@@ -203,7 +208,7 @@ FAULTS = [
         [("simulator", ("--ranks", 64, "--seed", 1706))], "know", id="a lead that leaves judges nothing",
     ),
     pytest.param(
-        "core.cpp", "if (owes_farewell()) return;", "", _simulated("leave", 16, 4, 400), "which left",
+        "core.cpp", "owes_farewell() || owes_verdict()", "owes_verdict()", _simulated("leave", 16, 4, 400), "which left",
         id="nobody waits for a domain that leaves",
     ),
     pytest.param(
@@ -228,6 +233,14 @@ FAULTS = [
         "core.cpp", "  bool owes = false;\n", "  if (now_ >= waits_until_) return false;\n  bool owes = false;\n",
         [("cases", ())], "leaves_first_connects_to_those_that_never_heard_of_it\n  line",
         id="a lead that leaves before its domain connects to nobody",
+    ),
+    pytest.param(
+        "core.cpp", "owes_farewell() || owes_verdict()", "owes_farewell()", _simulated("depart", 16, 4, 300),
+        "two verdicts", id="a decider leaves before its verdict arrived",
+    ),
+    pytest.param(
+        "core.cpp", "  publish();  // a farewell", "  // a farewell", [("cases", ())],
+        "farewell_that_arrives_meanwhile\n  line", id="a leaver keeps to itself who left meanwhile",
     ),
 ]  # fmt: skip
 

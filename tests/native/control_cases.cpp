@@ -318,6 +318,49 @@ void a_leaver_that_its_leads_farewell_reports_dials_nobody() {
   }
 }
 
+void a_leaver_publishes_a_farewell_that_arrives_meanwhile() {
+  World world({2, 1}, 1);
+  world.accept(3, 2);
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = world.now + kSecond;
+  world.actions.clear();
+  world.core.step(world.now, leave, &world.actions);
+  Event farewell = event_of(Event::kBytes, 3);
+  farewell.bytes = world.frame(
+      FrameKind::kState, 2,
+      Writer().number(1U).number(proc_of(2)).number(std::uint8_t{kLeft}).number(proc_of(2)).text("").take());
+  world.core.step(world.now, farewell, &world.actions);
+  world.actions.clear();
+  for (int i = 0; i < 2; ++i) world.core.step(world.now, event_of(Event::kBeats), &world.actions);
+  CHECK(world.core.is_over() && world.find(Action::kBoard) != nullptr);
+}
+
+// Else the next decider might decide before a caller received the verdict.
+void a_decider_that_leaves_waits_until_its_callers_have_the_verdict() {
+  for (const bool is_done : {true, false}) {
+    World world({1, 1});
+    world.accept(3, 1);
+    world.call({0, 1}, "p", 10 * kSecond);
+    world.bytes(3, world.value(1, {0, 1}, "p", "x", 1));
+    CHECK(world.sent(3, FrameKind::kVerdict) != nullptr);
+    Event leave = event_of(Event::kLeave);
+    leave.deadline = world.now + kSecond;
+    world.step(leave);
+    CHECK(!world.core.is_over());
+    if (is_done) world.bytes(3, world.value(1, {0, 1}, "p", "", 1, FrameKind::kDone));
+    else world.pass(kSecond);
+    CHECK(world.core.is_over());
+  }
+  World missing({2});  // rank 1 hasn't called
+  missing.accept(3, 1);
+  missing.call({0, 1}, "p", 2 * kSecond);
+  missing.pass(2 * kSecond);
+  Event leave = event_of(Event::kLeave);
+  leave.deadline = missing.now + kSecond;
+  missing.step(leave);
+  CHECK(missing.core.is_over());
+}
+
 void a_world_that_is_too_large_is_refused() {
   World large(std::vector<int>(kMostDomains + 1, 1));
   CHECK(large.find(Action::kRefuse) != nullptr);
@@ -877,6 +920,8 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_last_leaver_connects_to_those_that_never_heard_of_it),
     CASE(a_lead_that_leaves_first_connects_to_those_that_never_heard_of_it),
     CASE(a_leaver_that_its_leads_farewell_reports_dials_nobody),
+    CASE(a_leaver_publishes_a_farewell_that_arrives_meanwhile),
+    CASE(a_decider_that_leaves_waits_until_its_callers_have_the_verdict),
     CASE(a_world_that_is_too_large_is_refused),
     CASE(a_refused_call_names_its_key),
     CASE(a_call_without_a_deadline),

@@ -773,7 +773,7 @@ class Simulator {
     const bool lossy = std::any_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "drop" || name == "garbage" || name == "power_off" || name == "partition" || name == "one_way" ||
              name == "short_cut" || name == "pause" || name == "pause_lead" || name == "pause_two" ||
-             name == "pause_host" || name == "large";
+             name == "pause_host" || name == "large" || name == "depart";  // two farewells cross
     });
     if (process.left_early && !lossy) fail(text + ", which left");
     const auto cut = cuts_.find({process.host, processes_[rank].host});
@@ -883,7 +883,7 @@ class Simulator {
     const bool calm = std::none_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "pause" || name == "pause_lead" || name == "pause_host" || name == "partition" ||
              name == "one_way" || name == "short_cut" || name == "power_off" || name == "clock" || name == "large" ||
-             name == "pause_two" || name == "slow";
+             name == "pause_two" || name == "slow" || name == "depart";
     });
     if (verdict.kind == Verdict::kUndecided && calm && !processes_[rank].declared && processes_[rank].leaves_by < 0) {
       fail("rank " + std::to_string(rank) + ": agreement " + action.key.purpose + " is undecided without a reason");
@@ -901,15 +901,17 @@ class Simulator {
     }
   }
 
-  // A rank that left early counts too: its agreement can only differ if a member died, or left at its deadline.
+  // Ranks that leave early count for *agreed*, unless a member died, left at its deadline, or was cut off.
   bool counts(int rank, const Agreement& agreement) const {
     if (cut_hosts_.count(processes_[rank].host) != 0) return false;
-    if (is_survivor(rank)) return true;
-    return std::all_of(agreement.members.begin(), agreement.members.end(), [&](int member) {
-      const Process& each = processes_[member];
-      return each.died < 0 && !each.declared && (!each.left || each.left_early) &&
-             cut_hosts_.count(each.host) == 0;
-    });
+    if (is_survivor(rank) && processes_[rank].leaves_by < 0) return true;
+    const bool is_agreed = std::any_of(agreement.given.begin(), agreement.given.end(),
+                                       [](const auto& each) { return each.verdict->kind == Verdict::kAgreed; });
+    return is_agreed && std::all_of(agreement.members.begin(), agreement.members.end(), [&](int member) {
+             const Process& each = processes_[member];
+             const bool has_left_late = each.left && !each.left_early;
+             return each.died < 0 && !each.declared && !has_left_late && cut_hosts_.count(each.host) == 0;
+           });
   }
 
   void check_equal(Agreement* agreement, int rank, const Action& action) {

@@ -382,6 +382,19 @@ bool Core::decide(RoundEntry* entry) {
   return false;
 }
 
+// A decider leaves only after the callers received its verdict: the next decider would decide again.
+bool Core::owes_verdict() const {
+  if (now_ >= leaving_) return false;
+  for (const auto& [key, round] : rounds_) {
+    if (round.verdict == nullptr || first_living(round) != round.me) continue;
+    for (std::size_t i = 0; i < round.seats.size(); ++i) {
+      const Round::Seat& seat = round.seats[i];
+      if (seat.has_value && !seat.done && static_cast<int>(i) != round.me && !is_gone(round.members[i])) return true;
+    }
+  }
+  return false;
+}
+
 void Core::advance_all() {
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     RoundEntry* entry = &*at++;

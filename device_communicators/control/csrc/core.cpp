@@ -534,13 +534,14 @@ void Core::meet(const Event& event) {
 void Core::try_leave() {
   if (leaving_ == kNever) return;
   wake_by(leaving_);
-  if (owes_farewell()) return;
+  if (owes_farewell() || owes_verdict()) return;
   if (!std::exchange(said_left_, true)) {
     report(self_, kLeft, "");
     publish();
     ask_beats();  // once answered, this process has read all that its domain published before
   }
   if (beats_asked_ > 0 && now_ < leaving_) return;
+  publish();  // a farewell that arrived meanwhile, perhaps only here
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating) send_state(connection);
     else if (link.identified) send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));

@@ -410,6 +410,7 @@ class Core {
   void deliver(RoundEntry* entry);
   void serve(RoundEntry* entry, int target);
   bool decide(RoundEntry* entry);
+  bool owes_verdict() const;
   void advance_all();
   void on_ask(const Event& event);
   void advance_questions();
