@@ -235,8 +235,8 @@ FAULTS = [
         id="a lead that leaves before its domain connects to nobody",
     ),
     pytest.param(
-        "core.cpp", "owes_farewell() || owes_verdict()", "owes_farewell()", _simulated("depart", 16, 4, 300),
-        "two verdicts", id="a decider leaves before its verdict arrived",
+        "core.cpp", "owes_farewell() || owes_verdict()", "owes_farewell()",
+        [("simulator", ("--ranks", 5, "--fault", "depart", "--seeds", 1000))], "two verdicts", id="a decider leaves before its verdict arrived",
     ),
     pytest.param(
         "core.cpp", "  publish();  // a farewell", "  // a farewell", [("cases", ())],
