@@ -208,8 +208,8 @@ FAULTS = [
         [("simulator", ("--ranks", 64, "--seed", 1706))], "know", id="a lead that leaves judges nothing",
     ),
     pytest.param(
-        "core.cpp", "owes_farewell() || owes_verdict()", "owes_verdict()", _simulated("leave", 16, 4, 400), "which left",
-        id="nobody waits for a domain that leaves",
+        "core.cpp", "owes_farewell() || owes_verdict()", "owes_verdict()", _simulated("leave", 16, 4, 400),
+        "which left", id="nobody waits for a domain that leaves",
     ),
     pytest.param(
         "core.cpp", "if (now_ - peer->second.refused >= config_.settle)", "if (true)",
@@ -236,7 +236,8 @@ FAULTS = [
     ),
     pytest.param(
         "core.cpp", "owes_farewell() || owes_verdict()", "owes_farewell()",
-        [("simulator", ("--ranks", 5, "--fault", "depart", "--seeds", 1000))], "two verdicts", id="a decider leaves before its verdict arrived",
+        [("simulator", ("--ranks", 5, "--fault", "depart", "--seeds", 1000))], "two verdicts",
+        id="a decider leaves before its verdict arrived",
     ),
     pytest.param(
         "core.cpp", "  publish();  // a farewell", "  // a farewell", [("cases", ())],
