@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError
@@ -16,17 +17,8 @@ SIZES = {
 }  # fmt: skip
 """Configured sizes and their defaults. SGLang's own context has no defaults."""
 
-GROUPS = {
-    each: f"{each}_group"
-    for each in (
-        "world", "tp", "pp", "moe_ep", "moe_dp", "moe_tp", "attn_tp", "attn_cp", "shared_experts_tp", "dcp",
-    )
-}  # fmt: skip
-
-
-def _rank_in(group: str) -> Callable[[Any], Any]:
-    return lambda of: getattr(of, group).rank_in_group
-
+_AXES = ("tp", "pp", "moe_ep", "moe_dp", "moe_tp", "attn_tp", "attn_cp", "dcp")
+GROUPS = {each: f"{each}_group" for each in ("world", *_AXES, "shared_experts_tp")}
 
 DERIVED: dict[str, Callable[[Any], Any]] = {
     "attn_tp_size": lambda of: of.tp_size // of.attn_dp_size // of.attn_cp_size,
@@ -42,7 +34,7 @@ DERIVED: dict[str, Callable[[Any], Any]] = {
     "launch_world_rank": lambda of: of.world_group.rank_in_group,
     "launch_world_size": lambda of: of.ep_join_rank_offset + of.tp_size * of.pp_size,
     "max_world_size": lambda of: of.max_ep_size or of.launch_world_size,
-    **{f"{each}_rank": _rank_in(group) for each, group in GROUPS.items() if each not in ("world", "shared_experts_tp")},
+    **{f"{each}_rank": attrgetter(f"{each}_group.rank_in_group") for each in _AXES},
 }
 NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 

@@ -239,15 +239,13 @@ def get_dcp_world_size_and_rank(enabled: bool = True) -> tuple[int, int]:
     return len(state.get_group_ranks("dcp")), state.get_group_rank("dcp")
 
 
-def _number(find: Callable[[], int], fact: str) -> Callable[[], int]:
-    return named(__name__, as_assertion()(find), f"get_{fact}", f"Returns this rank's {fact.replace('_', '-')}.")
-
-
-get_tensor_model_parallel_world_size = _number(
-    lambda: len(state.get_group_ranks("tp")), "tensor_model_parallel_world_size"
-)
-get_tensor_model_parallel_rank = _number(lambda: state.get_group_rank("tp"), "tensor_model_parallel_rank")
-get_pipeline_model_parallel_rank = _number(lambda: state.get_group_rank("pp"), "pipeline_model_parallel_rank")
+for _fact, _find in {
+    "tensor_model_parallel_world_size": lambda: len(state.get_group_ranks("tp")),
+    "tensor_model_parallel_rank": lambda: state.get_group_rank("tp"),
+    "pipeline_model_parallel_rank": lambda: state.get_group_rank("pp"),
+}.items():
+    _text = f"Returns this rank's {_fact.replace('_', '-')}."
+    globals()[f"get_{_fact}"] = named(__name__, as_assertion()(_find), f"get_{_fact}", _text)
 
 
 def graph_capture(device: torch.device) -> AbstractContextManager[GraphCaptureContext]:
