@@ -171,7 +171,12 @@ class GroupContext(GroupMember):
 
 
 class Communicator(ABC):
-    """Moves the bytes of a group in one way, for example over gloo, NCCL or shared memory."""
+    """Moves the bytes of a group in one way, for example over gloo, NCCL or shared memory.
+
+    Thread safety: the group's route begins a collective only after the previous one has returned. Threads can call send,
+    recv, isend and irecv_ at the same time, and beside a collective. `abandon` is called while other threads are in
+    calls.
+    """
 
     name: str
     picks_by_size: ClassVar[bool] = False
