@@ -173,9 +173,9 @@ class GroupContext(GroupMember):
 class Communicator(ABC):
     """Moves the bytes of a group in one way, for example over gloo, NCCL or shared memory.
 
-    Thread safety: the group's route begins a collective only after the previous one has returned. Threads can call send,
-    recv, isend and irecv_ at the same time, and beside a collective. `abandon` is called while other threads are in
-    calls.
+    Thread safety: the group's route begins a collective only after the previous one has returned. Threads can call
+    send, recv, isend and irecv_ at the same time, and beside a collective. `abandon` is called while other threads are
+    in calls.
     """
 
     name: str
