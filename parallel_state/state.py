@@ -31,14 +31,8 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import mesh
-from parallel_state.groups.coordinator import (
-    GroupCoordinator,
-    Traits,
-    create_group,
-    follow,
-    record_neighbours,
-    verify_group,
-)
+from parallel_state.groups.coordinator import GroupCoordinator, verify_group
+from parallel_state.groups.creation import Traits, create_group, follow, record_neighbours
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division
@@ -252,8 +246,8 @@ def init_world_group(
         # Not in `options`: these identify torch's existing group in the pool.
         traits = traits._replace(high_priority_stream=True)
     domain = FailureDomain(ranks, is_root=True)
-    _WORLD = create_group(pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
-    record_neighbours(pool, _WORLD)
+    _WORLD = create_group(GroupCoordinator, pool, ranks, "world", traits, division=lambda: [ranks], domain=domain)
+    record_neighbours(pool, _WORLD.context.host_memory)
     world_module.check_shared_gpus(_WORLD)
     return _WORLD
 
@@ -493,7 +487,7 @@ def init_model_parallel_group(
     )
     ranks = next(each for each in group_ranks if world.rank in each)
     traits = Traits(world.device, local_rank, options, allow_pickle, custom)
-    return create_group(pool, ranks, group_name, traits, division=lambda: group_ranks)
+    return create_group(GroupCoordinator, pool, ranks, group_name, traits, division=lambda: group_ranks)
 
 
 def model_parallel_is_initialized() -> bool:

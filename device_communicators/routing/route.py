@@ -131,6 +131,7 @@ class Route:
         paths: Sequence[str] = (),
     ) -> None:
         self.context = context
+        self.key, self.ranked_key = context.key, context.ranked_key
         self.refusals = refusals
         """Maps the name of each unused communicator to the reason."""
         self.paths = paths

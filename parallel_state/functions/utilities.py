@@ -22,8 +22,8 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import is_fake
 from device_communicators.routing.communicator import GroupContext
-from parallel_state.collectives.calls import TensorCalls
-from parallel_state.collectives.ops import Splits, differentiable, ordering_token
+from parallel_state.collectives.calls import all_to_all_by
+from parallel_state.collectives.ops import Splits, differentiable
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.messages.wire import bytes_of
 from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_group
@@ -151,21 +151,21 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
         )
 
 
-class _PlainGroup(TensorCalls):
+class _PlainGroup:
+    """Exchanges rows over a torch process group."""
+
     def __init__(self, group: Any) -> None:
-        self._group, self._destroyed = group, False
-        self._key = self._ranked_key = ""
-        self._token = ordering_token(torch.device("cpu"))
-        self.world_size, self.rank_in_group = group.size(), group.rank()
+        self._group = group
         ranks = tuple(dist.get_process_group_ranks(group))
         self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), Timeout(0.0))
 
-    def _exchange_rows(self, x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
-        if self._is_single_rank():
+    def exchange(self, x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
+        if self.context.size == 1:
             return x
-        return differentiable(self.exchange, lambda grad, outs, ins: self.exchange(grad, ins, outs), x, outputs, inputs)
+        exchange = self._exchange
+        return differentiable(exchange, lambda grad, outs, ins: exchange(grad, ins, outs), x, outputs, inputs)
 
-    def exchange(self, x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
+    def _exchange(self, x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
         out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
         started = time.monotonic()
         try:
@@ -176,7 +176,7 @@ class _PlainGroup(TensorCalls):
                 "didn't call all_to_all, or passed other split sizes",
                 group=self.context.name,
                 operation="all_to_all",
-                rank=self.rank_in_group,
+                rank=self.context.rank,
                 elapsed_s=time.monotonic() - started,
             ) from error
         return out
@@ -219,9 +219,8 @@ def _all_to_all_over(
     outputs: Sequence[int] | None,
     inputs: Sequence[int] | None,
 ) -> Tensor:
-    return _PlainGroup(group).all_to_all(
-        x, scatter_dim, gather_dim, output_split_sizes=outputs, input_split_sizes=inputs
-    )
+    over = _PlainGroup(group)
+    return all_to_all_by(over.exchange, over.context, x, scatter_dim, gather_dim, outputs, inputs)
 
 
 @host_call(OUTSIDE)

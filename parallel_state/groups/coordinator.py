@@ -1,64 +1,90 @@
-"""GroupCoordinator, and its creation over process groups."""
+"""GroupCoordinator: one rank's view of a group. Each method has its contract; the functions that it calls do the work:
+`collectives.calls` for tensors, `messages` for objects and dicts, `creation` for new groups.
+
+Contract of all collectives:
+
+- Every rank of the group must call them in the same order, with matching arguments. `src` and `dst` are ranks in the
+  group.
+- Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
+  rank, the input itself.
+- Wrong arguments raise InvalidArgumentError, and unsupported tensors UnsupportedError, before anything is sent. A
+  failure during the call raises CommunicationError.
+- `out` must have the result's shape, dtype and device; any strides are valid. The call writes the result to `out` and
+  returns `out`. Gradients flow through `out` as after `out.copy_(result)`. If `out` is contiguous and requires no
+  gradient, nothing is copied.
+- The calls work under torch.compile(fullgraph=True), except for those that return handles. If sizes come from a
+  tensor's values, wrong sizes raise torch's RuntimeError.
+
+A method first tries the function of `DIRECT` of its name, which bypasses torch's dispatcher. It is called here and not
+in `collectives.calls` because each Python frame costs 0.1 of 4 µs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from device_communicators.base import forks, limits, settings
 from device_communicators.base.errors import (
     CommunicationError,
     GroupNotInitializedError,
     InvalidArgumentError,
     RenamedError,
+    UnsupportedError,
     format_ranks,
     no_such_name,
 )
 from device_communicators.base.host_calls import OUTSIDE, host_call
-from device_communicators.base.member import Timeout
-from device_communicators.base.torch_internals import default_store, is_fake, set_timeout
+from device_communicators.base.torch_internals import is_fake
+from device_communicators.calls.interruption import raise_interruption
+from device_communicators.calls.memory import dense
+from device_communicators.calls.user_call import transfer
 from device_communicators.catalog import build_route
-from device_communicators.liveness.health import FailureDomain, Watcher
+from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import counted_from_begin
 from device_communicators.routing.registry import register_route, unique_name
 from device_communicators.routing.route import Traffic
+from device_communicators.routing.started import Handle, TensorHandle
+from parallel_state.collectives import calls as tensors
 from parallel_state.collectives import checks
-from parallel_state.collectives.calls import TensorCalls
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared
 from parallel_state.collectives.direct import DIRECT
 from parallel_state.collectives.ops import ordering_token
-from parallel_state.messages.calls import MessageCalls
+from parallel_state.groups import creation
+from parallel_state.groups.creation import Traits
+from parallel_state.messages import calls as messages
+from parallel_state.messages import tensor_dicts as by_spec
+from parallel_state.messages.buffers import Buffers, checked_buffers
+from parallel_state.messages.handles import NoReceive, NoSend, ReceiveHandle, SendHandle
 from parallel_state.messages.messenger import Messenger
+from parallel_state.messages.tensor_dicts import TensorDictSpec
+from parallel_state.messages.wire import AllGatherGroup
 from parallel_state.process_groups.agreement import Request, digest
-from parallel_state.process_groups.joining import GivenGroup, agree_on_settings, agree_on_token, examine, prepare
 from parallel_state.process_groups.options import GroupOptions, seconds
-from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
-from parallel_state.startup import environment
+from parallel_state.process_groups.pool import Acquired, ProcessGroupPool
+
+if TYPE_CHECKING:
+    from device_communicators.cpu.native_group import NativeGroup
+    from device_communicators.cpu.window import Window
 
 logger = logging.getLogger("parallel_state")
+TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])
 
-
-class Traits(NamedTuple):
-    device: torch.device
-    local_rank: int = 0
-    options: GroupOptions = GroupOptions()
-    allow_pickle: bool = False
-    custom_all_reduce: bool = True
-    high_priority_stream: bool = False
-    """Gives our own NCCL communicators a stream of high priority. Set the same field of `options` for the process
-    group.
-    """
-    lazy_cpu_group: bool = False
-    """If True, the gloo group beside a device group is created at its first use, by all ranks together."""
+_COLLECTIVE = "compiled code waits for its collectives; use the collective without _async there"
+_TRANSFER = "compiled code waits for its transfers; use send and recv there, or call it outside the compiled function"
+_SPEC = "pass spec=TensorDictSpec.of(…) of a first exchange on both sides, or call it outside the compiled function"
+_OBJECTS = "objects travel by the host; call it outside the compiled function, or send tensors or a dict with spec="
+_WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and recv_tensor_dict with spec= there"
 
 
 class _Renamed:
@@ -87,7 +113,7 @@ class _Renamed:
         )
 
 
-class GroupCoordinator(TensorCalls, MessageCalls):
+class GroupCoordinator:
     """One rank's view of a group, with every call on that group.
 
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
@@ -95,6 +121,15 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     `dst`: `first_rank_in_group`, `last_rank_in_group`, `next_rank_in_group` and `prev_rank_in_group`; next and prev
     wrap around. `first_global_rank` and so on are the global ranks. fairseq2's names: `size`, `as_process_group()`,
     `close()`. Programs don't call the constructor.
+
+    Threads: any thread may call a group, but only one collective of a group may run at a time in a process, also if it
+    sends objects or dicts. A collective that begins meanwhile, in another thread or in a signal handler, raises
+    UsageError and sends nothing. Give each thread its own group, by `make_sub_group` or `create_parallel_groups`. On
+    CPU groups, sends and receives, the `wait()` of handles and calls of a `Window` may run in several threads at once,
+    also during a collective. Transfers from one rank to another are matched by the order of their calls, so both ranks'
+    threads must keep the same order. `explain`, `traffic`, `memory_stats` and all properties but `cpu_group` and
+    `device_group`, which can create a group, may be read at any time. `make_sub_group`, `graph_capture`, `suspend`,
+    `resume` and `destroy` must not run while another thread is in a call of the group.
     """
 
     def __init__(
@@ -105,6 +140,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         pool: ProcessGroupPool | None = None,
         acquired: list[Acquired] | None = None,
         public_cpu_group: Any = None,
+        owns_pool: bool = False,
     ) -> None:
         self.context = context
         self.traits = traits or Traits(context.device)
@@ -121,22 +157,14 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.route = build_route(context)
         self.acquired = acquired if acquired is not None else []
         self._public_cpu_group = public_cpu_group
-        self._owns_pool = False
+        self._owns_pool = owns_pool
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
+        self._alone: NativeGroup | None = None
+        """Makes windows if this group has one rank."""
         if context.collectives is not None:
             DIRECT.use(context.collectives.library)
         register_route(self.route)
-
-    if not TYPE_CHECKING:  # with it, a type checker would accept any name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raises RenamedError for a renamed attribute, otherwise AttributeError with the most similar name."""
-            if isinstance(renamed := getattr(type(self), name, None), _Renamed):
-                raise renamed._error(self)
-            known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
-            problem = f"{type(self).__name__!r} object has no attribute"
-            raise AttributeError(no_such_name(problem, name, known), name=name)
 
     @classmethod
     @host_call(OUTSIDE)
@@ -169,34 +197,10 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         InvalidArgumentError for a wrong argument or on a rank outside the group, RendezvousError if a rank of the group
         doesn't call it in time.
         """
-        forks.check("from_process_group()")
-        given = examine(process_group, cpu_group, device)
-        outer = None if within is None else within._as_outer(given.ranks)
-        limits.raise_descriptor_limit()
-        prepare(len(given.ranks))
-        timeout_s = seconds(timeout)
-        if outer is None:
-            token = agree_on_token(given.device, process_group, "from_process_group")
-            pool, domain = ProcessGroupPool(timeout_s, token=token), FailureDomain(given.ranks, is_root=True)
-        else:
-            pool, domain = outer
-        try:
-            if outer is None:
-                follow(pool, given.ranks, "from_process_group")
-                limit_s = settings.START_TIMEOUT_S.get()
-                agree_on_settings(pool.agreement, given.ranks, given.backend, timeout_s, limit_s)
-            options = GroupOptions(given.backend).resolve(given.backend, timeout_s, known=given.backend)
-            place = environment.explicit(pool.rank, pool.world_size, rendezvous=False)
-            traits = Traits(given.device, place.local_rank, options, allow_pickle)
-            group = create_group(pool, given.ranks, name, traits, domain=domain, given=given)
-            group._owns_pool = outer is None
-            if outer is None:
-                record_neighbours(pool, group)
-        except BaseException:
-            if outer is None:
-                pool.close()
-            raise
-        return group
+        outer_of = None if within is None else within._as_outer
+        return creation.wrap(
+            GroupCoordinator, process_group, cpu_group, device, name, seconds(timeout), allow_pickle, outer_of
+        )
 
     def _as_outer(self, ranks: Sequence[int]) -> tuple[ProcessGroupPool, FailureDomain]:
         self.route.check_usable()
@@ -328,7 +332,7 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         self.route.check_usable()
 
         def resolve() -> tuple[list[int], Request]:
-            inside = self._ranks_inside(ranks)
+            inside = creation.ranks_inside(self.context, ranks, sorts=self.pool is not None)
             if not isinstance(name, str):
                 raise InvalidArgumentError(f"name of make_sub_group on {self.context} must be a str, but is {name!r}")
             return inside, {"list of ranks": format_ranks(ranks), "digest": digest(list(ranks))}
@@ -349,24 +353,9 @@ class GroupCoordinator(TensorCalls, MessageCalls):
         domain = self.context.domain
         if domain is not None and domain.is_root:
             domain = FailureDomain(inside, digest(("part", inside)), is_root=True)
-        return create_group(self.pool, inside, name, self.traits, domain=domain, unshared=True)
-
-    def _ranks_inside(self, ranks: Sequence[int]) -> list[int]:
-        if not isinstance(ranks, (list, tuple, range)):
-            raise InvalidArgumentError(
-                f"ranks of a sub-group of {self.context} must be a list of ints, but is a {type(ranks).__name__}"
-            )
-        for rank in ranks:
-            checks.check_rank(self.context, "make_sub_group", "ranks", rank)
-        if not ranks or len(set(ranks)) != len(ranks):
-            raise InvalidArgumentError(
-                f"ranks of a sub-group of {self.context} must be distinct, but are {list(ranks)}"
-            )
-        inside = [self.context.ranks[rank] for rank in ranks]
-        if self.pool is not None and inside != sorted(inside):
-            # torch.distributed sorts a group's ranks.
-            raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
-        return inside
+        return creation.create_group(
+            GroupCoordinator, self.pool, inside, name, self.traits, domain=domain, unshared=True
+        )
 
     @host_call(OUTSIDE)
     def graph_capture(
@@ -472,131 +461,652 @@ class GroupCoordinator(TensorCalls, MessageCalls):
     def close(self) -> None:
         self.destroy()
 
+    # Tensors. The module's docstring has what all collectives have in common; `collectives.ops`, the gradients.
+
+    def all_reduce(
+        self,
+        x: Tensor,
+        op: checks.ReduceOp = "sum",
+        *,
+        order: checks.Order = "rank",
+        async_op: checks.NotAsync = False,
+    ) -> Tensor:
+        """Reduces `x` over all ranks; returns the same values on every rank, as a new tensor.
+
+        `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
+        min and product are AND. The average of integers is computed as in NCCL: the sum wraps around in the dtype, and
+        the division rounds toward zero. Tensor-parallel layers need another gradient: see the module `regions`.
+
+        `order` of a sum of CPU tensors: "rank", or "tree", the sum of the sums of both halves of the ranks, each added
+        in the same way. The number of ranks must then be a power of two. See "Equal bits for every TP size" in
+        docs/collectives.md.
+        """
+        if async_op:
+            checks.refuse_async(self.context, "all_reduce")
+        if order == "rank" and not is_dynamo_compiling():
+            reduced = DIRECT.all_reduce(x, self._token, op, self._key)
+            if reduced is not NotImplemented:
+                return reduced
+        return tensors.all_reduce(self.route, self._token, x, op, order)
+
+    def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank") -> Tensor:
+        """Reduces `x` over all ranks in place; returns `x`."""
+        if order == "rank" and not is_dynamo_compiling() and DIRECT.all_reduce_(x, self._token, op, self._key) is x:
+            return x
+        return tensors.all_reduce_(self.route, self._token, x, op, order)
+
+    def all_gather(
+        self, x: Tensor, dim: int = -1, *, out: Tensor | None = None, async_op: checks.NotAsync = False
+    ) -> Tensor:
+        """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
+
+        A 0-d tensor becomes `[world_size]`. Shapes must be equal on all ranks.
+        """
+        if async_op:
+            checks.refuse_async(self.context, "all_gather")
+        if not is_dynamo_compiling():
+            if out is None:
+                gathered = DIRECT.all_gather(x, self._token, dim, self._key)
+            else:
+                gathered = DIRECT.all_gather_into(x, self._token, out, dim, self._key)
+            if gathered is not NotImplemented:
+                return gathered
+        return tensors.all_gather(self.route, self._token, x, dim, out)
+
+    def all_gather_into_tensor(self, out: Tensor, x: Tensor) -> Tensor:
+        """Gathers every rank's `x` of shape `[n, …]` into `out`, and returns `out`.
+
+        `out` has the shape `[world_size · n, …]` or `[world_size, n, …]`.
+        """
+        if not is_dynamo_compiling() and DIRECT.all_gather_into(x, self._token, out, 0, self._key) is out:
+            return out
+        name = "all_gather_into_tensor"
+        checks.check_tensor(self.context, name, x)
+        checks.check_tensor(self.context, f"out= of {name}", out)
+        stacked = x.dim() > 0 and list(out.shape) == [self.world_size, *x.shape] and out.is_contiguous()
+        # Not self.all_gather: subclasses take different arguments.
+        GroupCoordinator.all_gather(self, x, 0, out=out.view(-1, *x.shape[1:]) if stacked else out)
+        return out
+
+    def all_gather_to_list(self, x: Tensor) -> list[Tensor]:
+        """Returns every rank's `x`, in rank order, as views of one new tensor."""
+        checks.check_tensor(self.context, "all_gather_to_list", x)
+        if torch.compiler.is_compiling():
+            return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
+        with self.route.called_as("all_gather_to_list"):
+            return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
+
+    def all_gatherv(self, x: TensorOrList, dim: int = 0, sizes: Sequence[int] | None = None) -> TensorOrList:
+        """Gathers as all_gather does, but rank r's `x` has length `sizes[r]` along `dim`.
+
+        Every rank must pass the same `sizes`. `x` can be a list of tensors that all have these sizes; the result is
+        then a list.
+        """
+        if isinstance(x, list):
+            if not all(isinstance(each, Tensor) for each in x):
+                checks.check_tensor(self.context, "all_gatherv", x)  # raises
+            return [self.all_gatherv(each, dim, sizes) for each in x]
+        if sizes is None:
+            return self.all_gather(x, dim)
+        return tensors.all_gatherv(self.route, self._token, x, dim, sizes)
+
+    def reduce_scatter(
+        self,
+        x: Tensor,
+        dim: int = -1,
+        op: checks.ReduceOp = "sum",
+        *,
+        out: Tensor | None = None,
+        order: checks.Order = "rank",
+        async_op: checks.NotAsync = False,
+    ) -> Tensor:
+        """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`.
+
+        `order` has the same meaning as in all_reduce.
+        """
+        if async_op:
+            checks.refuse_async(self.context, "reduce_scatter")
+        if order == "rank" and not is_dynamo_compiling():
+            if out is None:
+                scattered = DIRECT.reduce_scatter(x, self._token, dim, op, self._key)
+            else:
+                scattered = DIRECT.reduce_scatter_into(x, self._token, out, dim, op, self._key)
+            if scattered is not NotImplemented:
+                return scattered
+        return tensors.reduce_scatter(self.route, self._token, x, dim, op, out, order)
+
+    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, op: checks.ReduceOp = "sum") -> Tensor:
+        """Works as reduce_scatter along dim 0, but writes this rank's slice to `out`, and returns `out`.
+
+        `x` can also have the shape `[world_size, *out.shape]`.
+        """
+        if not is_dynamo_compiling() and DIRECT.reduce_scatter_into(x, self._token, out, 0, op, self._key) is out:
+            return out
+        checks.check_tensor(self.context, "reduce_scatter_tensor", x)
+        checks.check_tensor(self.context, "out= of reduce_scatter_tensor", out)
+        stacked = out.dim() > 0 and list(x.shape) == [self.world_size, *out.shape]
+        return GroupCoordinator.reduce_scatter(self, x.flatten(0, 1) if stacked else x, 0, op, out=out)
+
+    def reduce_scatterv(
+        self, x: TensorOrList, dim: int = -1, sizes: Sequence[int] | None = None, op: checks.ReduceOp = "sum"
+    ) -> TensorOrList:
+        """Reduces and scatters as reduce_scatter does, but rank r gets a slice of length `sizes[r]`.
+
+        `sizes`, and lists of tensors, have the same meaning as in all_gatherv.
+        """
+        if isinstance(x, list):
+            if not all(isinstance(each, Tensor) for each in x):
+                checks.check_tensor(self.context, "reduce_scatterv", x)  # raises
+            return [self.reduce_scatterv(each, dim, sizes, op) for each in x]
+        if sizes is None:
+            return self.reduce_scatter(x, dim, op)
+        return tensors.reduce_scatterv(self.route, self._token, x, dim, sizes, op)
+
+    def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
+        """Gathers as all_gather does, on rank `dst`; returns None on the other ranks. No gradient."""
+        if not is_dynamo_compiling():
+            found = DIRECT.gather(x, self._token, dim, dst, self._key)
+            if found is not NotImplemented:
+                return found
+        return tensors.gather(self.route, self._token, x, dst, dim)
+
+    def scatter(
+        self,
+        x: Tensor | None,
+        src: int = 0,
+        dim: int = 0,
+        *,
+        size: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Returns on rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
+
+        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; without them
+        the call can't be compiled. The result is on the group's device. No gradient.
+        """
+        if size is not None and not is_dynamo_compiling():
+            given = x if type(src) is int and self.rank_in_group == src else None
+            mine = DIRECT.scatter(given, self._token, size, dtype, self.device, dim, src, self._key)
+            if mine is not NotImplemented:
+                return mine
+        return tensors.scatter(self.route, self._token, x, src, dim, size, dtype)
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        scatter_dim: int = 0,
+        gather_dim: int = 0,
+        *,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Splits `x` along `scatter_dim`, sends slice r to rank r, and concatenates the received slices along
+        `gather_dim`.
+
+        Split sizes are the numbers of rows (dim 0) sent to and received from each rank. With split sizes, both dims
+        must be 0. `input_split_sizes[b]` of rank a must equal `output_split_sizes[a]` of rank b. If only one of these
+        arguments is passed, the slices in the other direction have equal sizes.
+        """
+        is_of_blocks = output_split_sizes is input_split_sizes is None and type(scatter_dim) is type(gather_dim) is int
+        if is_of_blocks and scatter_dim == gather_dim == 0 and not is_dynamo_compiling():
+            if out is None:
+                exchanged = DIRECT.all_to_all(x, self._token, None, None, self._key)
+            else:
+                exchanged = DIRECT.all_to_all_into(x, self._token, out, None, None, self._key)
+            if exchanged is not NotImplemented:
+                return exchanged
+        outputs, inputs = output_split_sizes, input_split_sizes
+        return tensors.all_to_all(self.route, self._token, x, scatter_dim, gather_dim, outputs, inputs, out)
+
+    def all_to_all_single(
+        self,
+        out: Tensor,
+        x: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Exchanges rows of `x` between all ranks, as torch's function does.
+
+        Writes the received rows to `out`, and returns `out`. Split sizes: see all_to_all.
+        """
+        outputs = (
+            None if isinstance(output_split_sizes, (list, tuple)) and not output_split_sizes else output_split_sizes
+        )
+        inputs = None if isinstance(input_split_sizes, (list, tuple)) and not input_split_sizes else input_split_sizes
+        return GroupCoordinator.all_to_all(self, x, out=out, output_split_sizes=outputs, input_split_sizes=inputs)
+
+    def broadcast(self, x: Tensor, src: int = 0, *, async_op: checks.NotAsync = False) -> Tensor:
+        """Returns rank `src`'s `x` as a new tensor. On other ranks `x` determines only shape and dtype."""
+        if async_op:
+            checks.refuse_async(self.context, "broadcast")
+        if not is_dynamo_compiling():
+            received = DIRECT.broadcast(x, self._token, src, self._key)
+            if received is not NotImplemented:
+                return received
+        return tensors.broadcast(self.route, self._token, x, src)
+
+    def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
+        """Overwrites every rank's `x` with the values of rank `src`; returns `x`."""
+        if not is_dynamo_compiling() and DIRECT.broadcast_(x, self._token, src, self._key) is x:
+            return x
+        return tensors.broadcast_(self.route, self._token, x, src)
+
+    @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
+    def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
+        """Returns rank `src`'s flag on every rank."""
+        value = tensors.flag_value(self.context, flag)
+        with self.route.called_as("broadcast_flag"):
+            return bool(self.broadcast_(torch.tensor(value, dtype=torch.uint8, device="cpu"), src).item())
+
+    def split(self, x: Tensor, dim: int = -1) -> Tensor:
+        """Returns this rank's slice of a replicated `x`, as a view: `[…, world_size · d, …]` to `[…, d, …]`."""
+        checks.check_tensor(self.context, "split", x, needs_values=False)
+        dim = checks.normal_dim(self.context, "split", x, dim)
+        checks.check_divisible(self.context, "split", x, dim)
+        size = x.shape[dim] // self.world_size
+        return x.narrow(dim, self.rank_in_group * size, size)
+
+    def barrier(self) -> None:
+        """Returns once every rank of the group has called it."""
+        if not is_dynamo_compiling() and DIRECT.barrier(self._token, self._key) is None:
+            return
+        tensors.barrier(self.route, self._token)
+
+    def empty(
+        self, size: Sequence[int], dtype: torch.dtype | None = None, *, device: torch.device | None = None
+    ) -> Tensor:
+        """Allocates an uninitialized tensor, if possible in memory that all ranks of the group have mapped.
+
+        A collective on such a tensor doesn't copy its input: compute directly into it (`torch.mm(x, w, out=buffer)`).
+        The memory is reused after the last tensor that views it is deleted. The result is an ordinary tensor if the
+        group spans several hosts, if PARALLEL_STATE_SYMMETRIC_BYTES are used up, or in compiled code on GPUs.
+
+        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
+        the same part of the tensor to a collective: see docs/gpus.md.
+        """
+        return tensors.empty(self.route, self._token, size, dtype, device)
+
+    @host_call("make the window before, outside the compiled function")
+    def window(self, size: Sequence[int], dtype: torch.dtype | None = None) -> Window:
+        """Creates a `Window`: on every rank a CPU tensor of shape `size`, filled with zeros, that the other ranks can
+        write.
+
+        Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError if the compiled
+        library is missing, or on all ranks if one rank's PARALLEL_STATE_SYMMETRIC_BYTES are used up.
+        """
+        from device_communicators.cpu.window import Window, group_of_one
+
+        checks.check_shape(self.context, "window", "size", size)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        checks.check_dtype(self.context, "window", dtype)
+        self.route.check_usable("window")
+        collectives = self.context.collectives or self._alone
+        if collectives is None and self.world_size == 1:
+            collectives = self._alone = group_of_one(self.context)
+        if collectives is None:
+            raise UnsupportedError(
+                f"window() of {self.context} needs this library's CPU collectives, which this group doesn't have; the "
+                "group's explain() gives the reason"
+            )
+
+        def exchange(part: Tensor) -> Tensor:
+            with self.route.called_as("window"):
+                return self.all_gather(part, 0)
+
+        return Window(collectives, size, dtype, exchange, self.barrier, self.route.failure_of)
+
+    def send(self, x: Tensor, dst: int | None = None) -> None:
+        """Sends `x` to rank `dst` (default: the next), which must call recv. `x` can be changed afterwards. No
+        gradient.
+        """
+        if not is_dynamo_compiling() and DIRECT.send(x, self._token, dst, self._key) is None:
+            return
+        tensors.send(self.route, self._token, x, dst)
+
+    def recv(
+        self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
+    ) -> Tensor:
+        """Returns the tensor that rank `src` (default: the previous) sends, of shape `size` and dtype `dtype`.
+
+        `device` (default: the group's) must be of the same kind as the device of the sender's tensor.
+        """
+        if not is_dynamo_compiling():
+            received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
+            if received is not NotImplemented:
+                return received
+            raise_interruption()  # from the wait in C++: otherwise the op would wait again
+        return tensors.recv(self.route, self._token, size, dtype, src, device)
+
+    @host_call(_TRANSFER)
+    @transfer("isend")
+    def isend(self, x: Tensor, dst: int | None = None) -> Handle:
+        """Starts `send`. Change `x` only after `wait()`. Not for compiled code."""
+        checks.check_no_transform(self.context, "isend")
+        checks.check_tensor(self.context, "isend", x)
+        dst = checks.destination(self.context, "isend", dst)
+        return self.route.start("isend", dense(x.detach()), dst, self.context.tag(0))
+
+    @host_call(_TRANSFER)
+    @transfer("irecv")
+    def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
+        """Starts `recv`; `wait()` returns the tensor. Not for compiled code."""
+        checks.check_no_transform(self.context, "irecv")
+        checks.check_shape(self.context, "irecv", "size", size)
+        checks.check_dtype(self.context, "irecv", dtype)
+        src = checks.source(self.context, "irecv", src)
+        out = torch.empty(size, dtype=dtype, device=self.device)
+        return TensorHandle(self.route.start("irecv_", out, src, self.context.tag(0)), out)
+
+    @host_call(_TRANSFER)
+    @transfer("batch_isend_irecv")
+    def batch_isend_irecv(self, operations: Sequence[checks.Transfer | dist.P2POp]) -> list[TensorHandle]:
+        """Starts several transfers together; returns their handles in the order of `operations`.
+
+        An operation is `("isend", x, dst)`, `("irecv", out, src)`, or torch's `P2POp`. Transfers from one rank to
+        another are matched by their order. Change or read the tensors only after `wait()`. No gradient; not for
+        compiled code.
+        """
+        return tensors.batch_isend_irecv(self.route, operations)
+
+    @host_call(_COLLECTIVE)
+    def all_reduce_async(self, x: Tensor, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank") -> TensorHandle:
+        """Starts `all_reduce(x, op, order=order)`. The handle's `wait()` returns the result, detached. Change `x` only
+        after `wait()`.
+        """
+        return tensors.all_reduce_async(self.route, x, op, order)
+
+    @host_call(_COLLECTIVE)
+    def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
+        """Starts `all_gather(x, dim)`. As with all_reduce_async, change `x` only after `wait()`."""
+        return tensors.all_gather_async(self.route, x, dim)
+
+    @host_call(_COLLECTIVE)
+    def reduce_scatter_async(
+        self, x: Tensor, dim: int = -1, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank"
+    ) -> TensorHandle:
+        """Starts `reduce_scatter(x, dim, op, order=order)`. Change `x` only after `wait()`."""
+        return tensors.reduce_scatter_async(self.route, x, dim, op, order)
+
+    @host_call(_COLLECTIVE)
+    def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
+        """Starts `broadcast(x, src)`. As with all_reduce_async, change `x` only after `wait()`."""
+        return tensors.broadcast_async(self.route, x, src)
+
+    def all_reduce_add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`. Differentiable.
+
+        `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
+        each rounded to that dtype once. `residual` and `weight` must be equal on all ranks.
+        """
+        return tensors.all_reduce_add_rms_norm(self.route, self._token, x, residual, weight, eps)
+
+    def all_reduce_add_rms_norm_static_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float = 1e-6
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `(norm / scale as float8_e4m3fn, y)`: all_reduce_add_rms_norm with a quantized norm.
+
+        `scale`: one float32 element, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
+        by `1 / scale` in float32. Raises InvalidArgumentError if an input requires a gradient.
+        """
+        return tensors.all_reduce_add_rms_norm_static_fp8_quant(
+            self.route, self._token, x, residual, weight, scale, eps
+        )
+
+    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Does all_reduce_add_rms_norm, whose result is `(norm, y)`, and quantizes each row of `norm` by its own scale.
+
+        Returns `(norm / scales, scales, y)`. `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least
+        1 / (448 · 512). A row with a NaN becomes NaN. In a row with an infinity, the scale is infinite, that value
+        becomes NaN and the others 0. Raises InvalidArgumentError if an input requires a gradient.
+        """
+        return tensors.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
+            self.route, self._token, x, residual, weight, eps
+        )
+
+    # Objects and tensor dicts. If a value can't be sent, the sender raises MessageEncodeError and each receiver
+    # RemoteError.
+
+    @host_call(_OBJECTS)
+    def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
+        """Returns rank `src`'s object on every rank. The object can contain tensors, at any depth."""
+        checks.check_rank(self.context, "broadcast_object", "src", src)
+        if tensors.is_single_rank(self.route):
+            return messages.encodable(self._messenger, "broadcast_object", obj)
+        return self._messenger.broadcast(obj, src, "broadcast_object")
+
+    @host_call(_OBJECTS)
+    def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
+        """Fills every rank's `obj_list` with rank `src`'s objects and returns the list.
+
+        All lists must have the same length.
+        """
+        checks.check_rank(self.context, "broadcast_object_list", "src", src)
+        return messages.broadcast_object_list(self._messenger, obj_list, src)
+
+    @host_call(_OBJECTS)
+    def all_sum(self, value: float) -> float:
+        """Returns the sum of all ranks' numbers. Sums of ints are exact; floats are added in rank order."""
+        messages.check_number(self.context, value)
+        return value if tensors.is_single_rank(self.route) else sum(self._messenger.all_gather(value, "all_sum"))
+
+    @host_call(_OBJECTS)
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Returns every rank's object, in rank order."""
+        if tensors.is_single_rank(self.route):
+            return [messages.encodable(self._messenger, "all_gather_object", obj)]
+        return self._messenger.all_gather(obj, "all_gather_object")
+
+    @host_call(_OBJECTS)
+    @transfer("send_object")
+    def send_object(self, obj: Any, dst: int | None = None) -> None:
+        """Sends an object to rank `dst` (default: the next rank)."""
+        dst = messages.destination(self.context, "send_object", dst)
+        self._messenger.send(self._messenger.post(obj, dst, waits=True), dst)
+
+    @host_call(_OBJECTS)
+    @transfer("recv_object")
+    def recv_object(self, src: int | None = None) -> Any:
+        """Returns the object that rank `src` (default: the previous rank) sends."""
+        return self._messenger.recv(messages.source(self.context, "recv_object", src))
+
+    @host_call(_OBJECTS)
+    @transfer("isend_object")
+    def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
+        """Starts send_object. The object's tensors must not change before `wait()` returns."""
+        dst = messages.destination(self.context, "isend_object", dst)
+        return self._messenger.isend(self._messenger.post(obj, dst), dst)
+
+    @host_call(_OBJECTS)
+    @transfer("irecv_object")
+    def irecv_object(self, src: int | None = None) -> ReceiveHandle:
+        """Starts recv_object; `wait()` returns the object. Handles receive in the order in which they were started."""
+        return self._messenger.irecv(messages.source(self.context, "irecv_object", src))
+
+    def broadcast_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any] | None = None,
+        src: int = 0,
+        *,
+        spec: TensorDictSpec | None = None,
+        out: Mapping[str, Tensor] | None = None,
+        views: bool = False,
+    ) -> dict[Any, Any]:
+        """Returns rank `src`'s dict on every rank. Rank `src` gets its own dict back.
+
+        Arguments and errors are as in recv_tensor_dict. Rank `src` must not pass `out`. With `views`, several receivers
+        can share memory, so they must not write to the tensors.
+        """
+        checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
+        messages.check_options(self.context, "broadcast_tensor_dict", spec=spec)
+        if out is not None and self.rank_in_group == src:
+            raise InvalidArgumentError(
+                f"out= of broadcast_tensor_dict on {self.context} is for ranks that receive, but this is rank {src}, "
+                "which sends; pass out=None on this rank"
+            )
+        buffers = checked_buffers(self.context, "broadcast_tensor_dict", out, views)
+        if spec is not None:
+            return by_spec.broadcast(self._messenger, self._token, tensor_dict, src, spec, buffers, views)
+        if tensors.is_single_rank(self.route):
+            return messages.encodable(self._messenger, "broadcast_tensor_dict", tensor_dict, dict)
+        return self._broadcast_dict(tensor_dict, src, buffers, views)
+
+    @host_call(_SPEC, "broadcast_tensor_dict")
+    def _broadcast_dict(
+        self, tensor_dict: dict[Any, Any] | None, src: int, out: Buffers | None, views: bool
+    ) -> dict[Any, Any]:
+        return self._messenger.broadcast(tensor_dict, src, "broadcast_tensor_dict", dict, out, views)
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        spec: TensorDictSpec | None = None,
+    ) -> dict[Any, Any] | None:
+        """Sends a dict of tensors and other values to rank `dst` (default: the next rank). Gradients are not sent.
+
+        Returns None; in a group of one rank, returns the dict itself, as vLLM does.
+
+        - `all_gather_group`: a group whose ranks all hold the same tensors. Each rank sends one slice of each tensor
+          that divides evenly. The receivers gather the slices over their own `all_gather_group`.
+        - `all_gather_tensors`: `{"residual": False}` sends the tensor `residual` whole. Needed for tensors that differ
+          between ranks of `all_gather_group`.
+        - `spec`: describes the dict in advance; the receiver passes an equal spec. The call can then be compiled.
+        """
+        messages.check_options(self.context, "send_tensor_dict", all_gather_group, all_gather_tensors, spec)
+        if self.world_size == 1 and messages.is_only_rank(dst) and tensors.is_single_rank(self.route):
+            return messages.encodable(self._messenger, "send_tensor_dict", tensor_dict, dict)
+        if spec is not None:
+            dst = checks.destination(self.context, "send_tensor_dict", dst)
+            by_spec.send(self._messenger, self._token, tensor_dict, dst, all_gather_group, all_gather_tensors, spec)
+        else:
+            self._send_dict(tensor_dict, dst, all_gather_group, all_gather_tensors)
+        return None
+
+    @host_call(_SPEC, "send_tensor_dict")
+    @transfer("send_tensor_dict")
+    def _send_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None,
+        all_gather_group: AllGatherGroup | None,
+        all_gather_tensors: Mapping[str, bool] | None,
+    ) -> None:
+        dst = messages.destination(self.context, "send_tensor_dict", dst)
+        outgoing = self._messenger.post(tensor_dict, dst, dict, all_gather_group, all_gather_tensors, waits=True)
+        self._messenger.send(outgoing, dst)
+
+    def recv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        spec: TensorDictSpec | None = None,
+        out: Mapping[str, Tensor] | None = None,
+        views: bool = False,
+    ) -> dict[Any, Any] | Any:  # only a group of one rank has nothing to receive
+        """Returns the dict that rank `src` (default: the previous rank) sends.
+
+        CPU tensors are received on the CPU, others on the group's device. In a group of one rank, returns None, as vLLM
+        does.
+
+        - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
+        - `out`: tensors to receive into, one for each sent tensor, with equal shape, dtype and device type. The
+          returned dict contains them. After an error their content is undefined.
+        - `views`: tensors can be views of this host's shared memory. They stay valid after the group or the sender
+          ends. Small tensors are copied. While this rank keeps more than 256 MiB of a sender's views, large tensors of
+          that sender are copied, too.
+
+        Raises CollectiveMismatchError if the sender of CPU tensors passed another spec. Raises InvalidArgumentError for
+        `out` together with `views`, or if `out` doesn't fit the dict. In the latter case, a dict sent without `spec` is
+        lost.
+        """
+        messages.check_options(self.context, "recv_tensor_dict", all_gather_group, all_gather_tensors, spec)
+        buffers = checked_buffers(self.context, "recv_tensor_dict", out, views)
+        if self.world_size == 1 and messages.is_only_rank(src) and tensors.is_single_rank(self.route):
+            return None
+        if spec is not None:
+            src = checks.source(self.context, "recv_tensor_dict", src)
+            return by_spec.recv(
+                self._messenger, self._token, src, all_gather_group, all_gather_tensors, spec, buffers, views
+            )
+        return self._recv_dict(messages.source(self.context, "recv_tensor_dict", src), all_gather_group, buffers, views)
+
+    @host_call(_SPEC, "recv_tensor_dict")
+    @transfer("recv_tensor_dict")
+    def _recv_dict(
+        self, src: int, all_gather_group: AllGatherGroup | None, out: Buffers | None, views: bool
+    ) -> dict[Any, Any]:
+        return self._messenger.recv(src, all_gather_group, out, views)
+
+    @host_call(_WAITING_DICT)
+    @transfer("isend_tensor_dict")
+    def isend_tensor_dict(
+        self,
+        tensor_dict: dict[Any, Any],
+        dst: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> SendHandle:
+        """Starts send_tensor_dict. Change the tensors only after `wait()`.
+
+        In a group of one rank the result is an empty list of handles, as in vLLM.
+        """
+        messages.check_options(self.context, "isend_tensor_dict", all_gather_group, all_gather_tensors)
+        if self.world_size == 1 and messages.is_only_rank(dst) and tensors.is_single_rank(self.route):
+            messages.encodable(self._messenger, "isend_tensor_dict", tensor_dict, dict)
+            return NoSend(self._messenger)
+        dst = messages.destination(self.context, "isend_tensor_dict", dst)
+        outgoing = self._messenger.post(tensor_dict, dst, dict, all_gather_group, all_gather_tensors)
+        return self._messenger.isend(outgoing, dst)
+
+    @host_call(_WAITING_DICT)
+    @transfer("irecv_tensor_dict")
+    def irecv_tensor_dict(
+        self,
+        src: int | None = None,
+        all_gather_group: AllGatherGroup | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+        *,
+        out: Mapping[str, Tensor] | None = None,
+        views: bool = False,
+    ) -> ReceiveHandle:
+        """Starts to receive a dict; the handle's `wait()` returns the dict.
+
+        Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. In a group of one rank
+        `wait()` returns None, and the handle unpacks to None and two empty lists, as in vLLM.
+        """
+        messages.check_options(self.context, "irecv_tensor_dict", all_gather_group, all_gather_tensors)
+        buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)
+        if self.world_size == 1 and messages.is_only_rank(src) and tensors.is_single_rank(self.route):
+            return NoReceive()
+        return self._messenger.irecv(
+            messages.source(self.context, "irecv_tensor_dict", src), all_gather_group, buffers, views
+        )
+
     def __repr__(self) -> str:
         return f"GroupCoordinator({self.context}, device {self.device})"
 
 
-def create_group(
-    pool: ProcessGroupPool,
-    ranks: Sequence[int],
-    name: str,
-    traits: Traits,
-    *,
-    division: Callable[[], RankLists] | None = None,
-    near: Sequence[Acquired] = (),
-    domain: FailureDomain | None = None,
-    unshared: bool = False,
-    given: GivenGroup | None = None,
-) -> GroupCoordinator:
-    """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
-
-    ProcessGroupPool.acquire describes which ranks must call this, and the other arguments. `domain`: the ranks whose
-    death fails the group, by default all ranks of the world.
-    """
-    # A compile must finish before peers start waiting.
-    from device_communicators.cpu.host_memory import HostMemory
-    from device_communicators.cpu.native_group import Members
-
-    domain = domain or FailureDomain(range(pool.world_size))
-    taken: list[Acquired] = []
-
-    def acquire(options: GroupOptions) -> Acquired:
-        taken.append(pool.acquire(ranks, options, division=division, near=near, root=domain.root, unshared=unshared))
-        return taken[-1]
-
-    try:
-        device = acquire(traits.options) if given is None else Acquired(given.process_group, ())
-        if given is not None and given.cpu_group is not None:
-            cpu_group = LazyProcessGroup(lambda: given.cpu_group)
-        elif traits.options.for_cpu == traits.options:
-            cpu_group = LazyProcessGroup(lambda: device.process_group)
-        else:
-            cpu_group = LazyProcessGroup(lambda: acquire(traits.options.for_cpu).process_group)
-        if traits.options.for_cpu == traits.options or not traits.lazy_cpu_group:
-            cpu_group()
-        timeout = Timeout(traits.options.timeout_s)
-        members = Members(unique_name(name), tuple(ranks), list(ranks).index(pool.rank), timeout)
-        fake = is_fake(device.process_group)
-        real = cpu_group.made and len(ranks) > 1 and not fake
-        memory = HostMemory(members, pool.neighbours) if real else None
-        if memory is not None:
-            purpose = f"shared memory {digest([acquired.keys for acquired in taken])}"
-            purpose += "" if given is None else f" of {given.key}"
-            memory.attach(pool.watcher, pool.watched_with(ranks), cpu_group(), purpose)
-            memory.end_waits_at_deaths(pool.watcher, domain)
-        context = GroupContext(
-            name=members.name,
-            ranks=members.ranks,
-            rank=members.rank,
-            device=traits.device,
-            timeout=timeout,
-            device_group=device.process_group,
-            make_cpu_group=cpu_group,
-            host_memory=memory,
-            watcher=pool.watcher,
-            domain=domain,
-            channel=pool.next_channel(ranks) if given is None else given.next_channel(),
-            given="" if given is None else given.key,
-            fake=fake,
-            custom_all_reduce=traits.custom_all_reduce,
-            high_priority_stream=traits.high_priority_stream or traits.options.high_priority_stream,
-            nccl_config=traits.options.nccl_config,
-        )
-        if given is None and len(ranks) > 1 and not fake:
-            timeout.follow(partial(_set_timeouts, device, cpu_group, members.timeout_s))
-        for_callers, found = traits.options.for_callers, None
-        is_programs = traits.device.type == "cpu" and pool.is_programs(device, everyone=domain.is_root)
-        if given is not None:
-            found = given.for_callers
-        elif for_callers == traits.options:
-            found = device.process_group
-        elif len(ranks) > 1 and not fake and not is_programs and for_callers != traits.options.for_cpu:
-            found = acquire(for_callers).process_group
-        return GroupCoordinator(context, traits, pool=pool, acquired=taken, public_cpu_group=found)
-    except BaseException as error:
-        # The group may have transfers that never complete.
-        failed = isinstance(error, CommunicationError)
-        with contextlib.ExitStack() as stack:
-            for acquired in taken:
-                stack.callback(pool.release, acquired, failed=failed)
-        raise
+def _raise_unknown_name(self: GroupCoordinator, name: str) -> NoReturn:
+    """Raises RenamedError for a renamed attribute, otherwise AttributeError with the most similar name."""
+    if isinstance(renamed := getattr(type(self), name, None), _Renamed):
+        raise renamed._error(self)
+    known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]
+    problem = f"{type(self).__name__!r} object has no attribute"
+    raise AttributeError(no_such_name(problem, name, known), name=name)
 
 
-def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts to `timeout_s`. The gloo group's stays at least `at_creation_s`, because other groups use the
-    same gloo group.
-    """
-    gloo = cpu_group() if cpu_group.made else None
-    if gloo is not None:
-        set_timeout(gloo, max(timeout_s, at_creation_s))
-    if device.process_group is not gloo:
-        set_timeout(device.process_group, timeout_s)
-
-
-def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection. All `ranks` must call this after they created a process group."""
-    from device_communicators.c10d.world import World, address_of
-    from device_communicators.cpu.watching import meet
-
-    store = default_store()
-    pool.address = address_of(store.raw)
-    if len(ranks) == 1 or is_fake():
-        return
-    if shared := Watcher.shared_by(ranks) or World.watcher_of(ranks):
-        pool.watcher.join(shared, pool.prefix)
-        pool.watcher.gather("met", ranks, b"", settings.START_TIMEOUT_S.get(), what=f"{caller}()", operation=caller)
-    else:
-        meet(store.prefixed(f"{pool.prefix}/start"), pool.rank, ranks, pool.watcher, pool.address, caller)
-
-
-def record_neighbours(pool: ProcessGroupPool, group: GroupCoordinator) -> None:
-    from device_communicators.cpu.watching import know_neighbours
-
-    memory = group.context.host_memory
-    if memory is None:
-        return
-    pool.neighbours = memory.cores
-    know_neighbours(memory, pool.watcher)
+# Assigned here: with `__getattr__` in the class, a type checker would accept any name.
+GroupCoordinator.__getattr__ = _raise_unknown_name  # type: ignore[attr-defined]
 
 
 def verify_group(group: GroupCoordinator) -> None:

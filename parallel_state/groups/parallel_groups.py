@@ -21,7 +21,8 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state.groups import given_mesh
-from parallel_state.groups.coordinator import GroupCoordinator, Traits, create_group, verify_group
+from parallel_state.groups.coordinator import GroupCoordinator, verify_group
+from parallel_state.groups.creation import Traits, create_group
 from parallel_state.groups.current import CURRENT, POOLED, using
 from parallel_state.layout.axes import (
     AXES,
@@ -467,6 +468,7 @@ class _Division:
         borrowed = [pool.adopt(ranks, traits.options, self.adopted[name], domain.root)] if name in self.adopted else []
         try:
             group = create_group(
+                GroupCoordinator,
                 pool,
                 ranks,
                 name,

@@ -24,7 +24,7 @@ from device_communicators.base.torch_internals import dispatch_modes, in_transfo
 from device_communicators.calls.memory import dtype_refusal
 from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, began_at, message_word
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
-from parallel_state.collectives.calls import GroupFacts
+from parallel_state.collectives.calls import is_single_rank
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.codec.types import TensorMetadata
 from parallel_state.messages.messenger import Messenger
@@ -189,37 +189,38 @@ def _known_form(spec: TensorDictSpec) -> _KnownForm | None:
     return known
 
 
-def _past_python(group: GroupFacts, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
-    carrier = group._messenger.past_python if _is_eager() else None
+def _past_python(messenger: Messenger, spec: TensorDictSpec) -> tuple[PastPython, _KnownForm] | None:
+    carrier = messenger.past_python if _is_eager() else None
     known = None if carrier is None else _known_form(spec)
     return None if carrier is None or known is None else (carrier, known)
 
 
 def broadcast(
-    group: GroupFacts,
+    messenger: Messenger,
+    token: Tensor,
     tensors: dict[str, Any] | None,
     src: int,
     spec: TensorDictSpec,
     out: Buffers | None,
     views: bool,
 ) -> dict[str, Any]:
-    past = _past_python(group, spec)
+    past = _past_python(messenger, spec)
     began = 0.0
-    if group.rank_in_group == src:
+    if messenger.route.context.rank == src:
         if past is not None and type(tensors) is dict:
             began = time.monotonic()
             carrier, known = past
             if known.can_be_of(tensors):
                 word, form = message_word(BROADCAST_BY_SPEC, src), known.form.address
-                if carrier.broadcast_dict(group._key, word, tensors, form, known.head) == DONE:
+                if carrier.broadcast_dict(messenger.route.key, word, tensors, form, known.head) == DONE:
                     return tensors
         given = _given(tensors, spec)
-        if spec.carried and not group._is_single_rank():
-            _run("broadcast_list", _BROADCAST_LIST, group, _tensors_of(given, spec), spec, src, began)
+        if spec.carried and not is_single_rank(messenger.route):
+            _run("broadcast_list", _BROADCAST_LIST, messenger, token, _tensors_of(given, spec), spec, src, began)
         return given
     if views and past is not None and past[1].can_be_lent:
-        return past[1].with_views(group._messenger.broadcast_views, src)
-    result = _to_fill(group, spec, out, past)
+        return past[1].with_views(messenger.broadcast_views, src)
+    result = _to_fill(messenger, spec, out, past)
     if spec.carried:
         pieces = [result[entry.key] for entry in spec.carried]
         outcome = LEFT
@@ -227,30 +228,31 @@ def broadcast(
             began = time.monotonic()
             carrier, known = past
             word = message_word(BROADCAST_BY_SPEC, src)
-            outcome = carrier.receive_broadcast(group._key, word, known.head, pieces)
+            outcome = carrier.receive_broadcast(messenger.route.key, word, known.head, pieces)
         if outcome != DONE:
-            _run("broadcast_list", _BROADCAST_LIST_, group, pieces, spec, src, began)
+            _run("broadcast_list", _BROADCAST_LIST_, messenger, token, pieces, spec, src, began)
     if out is not None and not torch.compiler.is_compiling():
         note_writes(out)
     return result
 
 
 def send(
-    group: GroupFacts,
+    messenger: Messenger,
+    token: Tensor,
     tensors: dict[str, Any],
     dst: int,
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
     spec: TensorDictSpec,
 ) -> None:
-    past = _past_python(group, spec) if all_gather_group is None and type(tensors) is dict else None
+    past = _past_python(messenger, spec) if all_gather_group is None and type(tensors) is dict else None
     began = 0.0
     if past is not None:
         began = time.monotonic()
         carrier, known = past
         if known.can_be_of(tensors):
             form = known.form.address
-            if carrier.send_dict(group._key, dst, _SENT, tensors, form, known.head) == DONE:
+            if carrier.send_dict(messenger.route.key, dst, _SENT, tensors, form, known.head) == DONE:
                 return
     given = _given(tensors, spec)
     pieces = _tensors_of(given, spec)
@@ -260,11 +262,12 @@ def send(
             if slices > 1:
                 pieces[i] = pieces[i].reshape(slices, -1)[all_gather_group.rank_in_group]
     if pieces:
-        _run("send_list", _SEND_LIST, group, pieces, spec, dst, began)
+        _run("send_list", _SEND_LIST, messenger, token, pieces, spec, dst, began)
 
 
 def recv(
-    group: GroupFacts,
+    messenger: Messenger,
+    token: Tensor,
     src: int,
     all_gather_group: AllGatherGroup | None,
     all_gather_tensors: Mapping[str, bool] | None,
@@ -272,10 +275,10 @@ def recv(
     out: Buffers | None,
     views: bool,
 ) -> dict[str, Any]:
-    past = _past_python(group, spec) if all_gather_group is None else None
+    past = _past_python(messenger, spec) if all_gather_group is None else None
     if views and past is not None and past[1].can_be_lent:
-        return past[1].with_views(group._messenger.recv_views, src)
-    result = _to_fill(group, spec, out, past)
+        return past[1].with_views(messenger.recv_views, src)
+    result = _to_fill(messenger, spec, out, past)
     sliced: list[TensorEntry] = []
     if all_gather_group is not None:
         for entry in spec.carried:
@@ -288,9 +291,9 @@ def recv(
         outcome, began = LEFT, 0.0
         if past is not None:
             began = time.monotonic()
-            outcome = past[0].receive(group._key, src, _RECEIVED, past[1].head, pieces)
+            outcome = past[0].receive(messenger.route.key, src, _RECEIVED, past[1].head, pieces)
         if outcome != DONE:
-            _run("recv_list", _RECV_LIST_, group, pieces, spec, src, began)
+            _run("recv_list", _RECV_LIST_, messenger, token, pieces, spec, src, began)
     if all_gather_group is not None:
         for entry in sliced:
             whole = all_gather_group.all_gather(result[entry.key], 0).view(entry.shape)
@@ -307,7 +310,8 @@ def _tensors_of(given: dict[str, Any], spec: TensorDictSpec) -> list[Tensor]:
 def _run(
     method: str,
     op: Callable[..., None],
-    group: GroupFacts,
+    messenger: Messenger,
+    token: Tensor,
     pieces: list[Tensor],
     spec: TensorDictSpec,
     peer: int,
@@ -318,10 +322,10 @@ def _run(
     `began`: the start time of this call, if C++ attempted the call before.
     """
     if not _is_plain(pieces):
-        op(pieces, group._token, spec.digest, peer, group._key)
+        op(pieces, token, spec.digest, peer, messenger.route.key)
         return
     with began_at(began) if began else nullcontext():
-        getattr(group.route.messenger, method)(pieces, spec.digest, peer)
+        getattr(messenger, method)(pieces, spec.digest, peer)
 
 
 def _is_plain(tensors: list[Tensor]) -> bool:
@@ -356,27 +360,27 @@ def _slices(
 
 
 def _to_fill(
-    group: GroupFacts, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
+    messenger: Messenger, spec: TensorDictSpec, out: Buffers | None, past: tuple[PastPython, _KnownForm] | None
 ) -> dict[str, Any]:
     if out is not None:
-        return _given_buffers(group, spec, out)
+        return _given_buffers(messenger, spec, out)
     if past is not None:
-        return past[1].allocate(group._messenger)
+        return past[1].allocate(messenger)
     result: dict[str, Any] = {}
-    messenger = group.route.try_messenger if _is_eager() and not group._is_single_rank() else None
+    allocates = _is_eager() and not is_single_rank(messenger.route)
     for entry in spec.entries:
         if isinstance(entry, ConstantEntry):
             result[entry.key] = entry.value
-        elif messenger is not None and entry.device_type == "cpu":
+        elif allocates and entry.device_type == "cpu":
             result[entry.key] = messenger.empty(entry.shape, entry.dtype)
         else:
             result[entry.key] = torch.empty(
-                entry.shape, dtype=entry.dtype, device=device_for(entry.device_type, group.device)
+                entry.shape, dtype=entry.dtype, device=device_for(entry.device_type, messenger.route.context.device)
             )
     return result
 
 
-def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
+def _given_buffers(messenger: Messenger, spec: TensorDictSpec, out: Buffers) -> dict[str, Any]:
     result: dict[str, Any] = {}
     problem = None
     for entry in spec.entries:
@@ -386,13 +390,13 @@ def _given_buffers(group: GroupFacts, spec: TensorDictSpec, out: Buffers) -> dic
             problem = problem or f"it lacks {entry.key!r}"
         else:
             buffer = result[entry.key] = out.tensors[entry.key]
-            device = device_for(entry.device_type, group.device).type
+            device = device_for(entry.device_type, messenger.route.context.device).type
             problem = problem or misfit(entry.key, buffer, entry.shape, entry.dtype, device)
     more = [key for key in out.tensors if not isinstance(result.get(key), Tensor)]
     if more:
         problem = problem or f"the spec has no tensor for {more}"
     if problem is not None:
-        raise refused(group.context, out, problem, "Nothing was received; pass tensors that fit the spec")
+        raise refused(messenger.route.context, out, problem, "Nothing was received; pass tensors that fit the spec")
     return result
 
 

@@ -12,8 +12,8 @@ import torch
 
 import parallel_state as ps
 from parallel_state import GroupOptions
-from parallel_state.groups.coordinator import Traits, create_group
 from tests.contract.attempts import Outcome, attempt, world
+from tests.internals.doors import group_of
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -44,10 +44,7 @@ def _limit(which: int, soft: int) -> Iterator[None]:
 
 
 def _another(made: list[Any]) -> ps.GroupCoordinator:
-    everyone = ps.get_world_group()
-    assert everyone.pool is not None
-    traits = Traits(everyone.device, everyone.local_rank, GroupOptions("gloo", 100.0 + len(made)))
-    made.append(create_group(everyone.pool, everyone.ranks, "own", traits))  # type: ignore[arg-type]
+    made.append(group_of(ps.get_world_group().ranks, GroupOptions("gloo", 100.0 + len(made))))
     return made[-1]  # type: ignore[no-any-return]
 
 

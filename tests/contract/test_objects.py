@@ -21,8 +21,8 @@ from device_communicators import GroupContext, Handle, Route
 from device_communicators.base import settings
 from device_communicators.base.member import Timeout
 from parallel_state import GroupCoordinator, GroupOptions
-from parallel_state.groups.coordinator import Traits, create_group
 from tests.internals import raw_messages
+from tests.internals.doors import group_of
 from tests.internals.host_faults import as_too_many_to_mesh
 from tests.internals.raw_messages import Outgoing, garbage, is_over_queue, metadata_bytes, send_raw
 from tests.workers import WorkerPool
@@ -126,16 +126,10 @@ def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
     """A group with its own process groups, for tests that make it fail. All ranks must enter it. "route" acts as if
     not all ranks were connected."""
     world = ps.get_world_group()
-    assert world.pool is not None
     with pytest.MonkeyPatch.context() as patch, as_too_many_to_mesh() if over == "route" else contextlib.nullcontext():
         if over != "queue":
             patch.setenv(settings.SHARED_MEMORY.name, "off")
-        group = create_group(
-            world.pool,
-            world.ranks,
-            "own",
-            Traits(world.device, world.local_rank, GroupOptions("gloo", DEADLINE_S - 5), **kwargs),
-        )
+        group = group_of(world.ranks, GroupOptions("gloo", DEADLINE_S - 5), **kwargs)
     assert group.cpu_group is not world.cpu_group
     assert over == "queue" or not is_over_queue(group)
     try:

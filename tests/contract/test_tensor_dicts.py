@@ -19,7 +19,6 @@ import parallel_state as ps
 from device_communicators import Traffic
 from device_communicators.cpu import native
 from parallel_state import GroupCoordinator, GroupOptions
-from parallel_state.groups.coordinator import Traits, create_group
 from tests.contract import test_objects
 from tests.contract.test_objects import (
     BODY_TAG,
@@ -37,7 +36,7 @@ from tests.contract.test_objects import (
     until_completed,
 )
 from tests.internals import raw_messages
-from tests.internals.doors import call_op
+from tests.internals.doors import call_op, group_of
 from tests.internals.raw_messages import FRAME_BYTES, ConstantEntry, TensorEntry
 
 LARGE = 2 << 20  # 8 MB of float32, more than any socket buffers
@@ -290,13 +289,7 @@ def test_send_allgather(pools: Pools, body: Callable[[], None]) -> None:
 
 def slices_without_a_group_to_gather(passed: str) -> None:
     world, tp = ps.get_world_group(), ps.get_tp_group()
-    assert world.pool is not None
-    pp = create_group(
-        world.pool,
-        [world.rank % 2, world.rank % 2 + 2],
-        "own",
-        Traits(world.device, world.local_rank, GroupOptions("gloo", DEADLINE_S - 5)),
-    )
+    pp = group_of([world.rank % 2, world.rank % 2 + 2], GroupOptions("gloo", DEADLINE_S - 5))
     values = {"x": torch.ones(8), "odd": torch.ones(3)}
     if pp.is_first_rank:
         pp.isend_tensor_dict(values, None, tp).wait()

@@ -150,4 +150,4 @@ def test_a_death_passes_these_files() -> None:
         way = ranks.survivors(_death, timeout_s=DEADLINE_S)[0]
     finally:
         ranks.kill()
-    assert way[:3] == ["parallel_state/collectives/calls.py", *_python_stops("A rank dies")]
+    assert way[:3] == ["parallel_state/groups/coordinator.py", *_python_stops("A rank dies")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,30 @@ from torch import Tensor
 
 from device_communicators import Route, register_route
 from device_communicators.simulated import SimulatedCommunicator
-from parallel_state import GroupCoordinator, simulated_group
+from parallel_state import GroupCoordinator, GroupOptions, get_world_group, simulated_group
 from parallel_state.collectives import ops
-from parallel_state.collectives.calls import TensorCalls
-from parallel_state.messages.calls import MessageCalls
+from parallel_state.groups.creation import Traits, create_group
 from parallel_state.messages.messenger import Messenger
 
 OP_NAMES = tuple(ops.OP_NAMES)
-CALLS_OF_MESSAGES = frozenset(name for name in vars(MessageCalls) if not name.startswith("_"))
-CALLS = CALLS_OF_MESSAGES | {name for name in vars(TensorCalls) if not name.startswith("_")}
+MOVE_NO_DATA = {
+    "as_process_group", "within", "make_sub_group", "graph_capture", "suspend", "resume", "memory_stats", "explain",
+    "traffic", "destroy", "close",
+}  # fmt: skip
+CALLS = frozenset(
+    name
+    for name, member in vars(GroupCoordinator).items()
+    if inspect.isfunction(member) and not name.startswith("_") and name not in MOVE_NO_DATA
+)
+CALLS_OF_MESSAGES = frozenset(name for name in CALLS if "object" in name or "tensor_dict" in name or name == "all_sum")
+
+
+def group_of(ranks: Sequence[int], options: GroupOptions, **traits: Any) -> GroupCoordinator:
+    """Creates a group of global ranks with process groups of its own options. Each of the ranks must call this."""
+    world = get_world_group()
+    assert world.pool is not None
+    own = Traits(world.device, world.local_rank, options, **traits)
+    return create_group(GroupCoordinator, world.pool, ranks, "own", own)
 
 
 def token_of(group: GroupCoordinator) -> Tensor:
