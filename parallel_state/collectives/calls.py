@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -180,6 +180,7 @@ def gather(route: Route, token: Tensor, x: Tensor, dst: int, dim: int) -> Tensor
 def scatter(
     route: Route,
     token: Tensor,
+    messenger: Any,
     x: Tensor | None,
     src: int,
     dim: int,
@@ -194,7 +195,7 @@ def scatter(
             f"scatter on {context} needs both size and dtype, or neither; pass the same on every rank"
         )
     if size is None or dtype is None:
-        size, dtype = _agree_on_slice(route, x, src, dim)
+        size, dtype = _agree_on_slice(messenger, context, x, src, dim)
     elif is_src:
         checks.check_tensor(context, "scatter", x)
     checks.check_shape(context, "scatter", "size", size)
@@ -214,8 +215,9 @@ def scatter(
 
 
 @host_call("pass size= and dtype= of the slice on every rank, which needs no message of the host", "scatter")
-def _agree_on_slice(route: Route, x: Tensor | None, src: int, dim: int) -> tuple[list[int], torch.dtype]:
-    context = route.context
+def _agree_on_slice(
+    messenger: Any, context: GroupContext, x: Tensor | None, src: int, dim: int
+) -> tuple[list[int], torch.dtype]:
     form: object = None
     wrong: InvalidArgumentError | None = None
     if context.rank == src:
@@ -229,7 +231,7 @@ def _agree_on_slice(route: Route, x: Tensor | None, src: int, dim: int) -> tuple
         except InvalidArgumentError as error:
             form, wrong = str(error), error
     if len(context.ranks) > 1:
-        form = route.messenger.broadcast(form, src, "scatter")
+        form = messenger.broadcast(form, src, "scatter")
     if wrong is not None:
         raise wrong
     if isinstance(form, str):

@@ -629,7 +629,7 @@ class GroupCoordinator:
             mine = DIRECT.scatter(given, self._token, size, dtype, self.device, dim, src, self._key)
             if mine is not NotImplemented:
                 return mine
-        return tensors.scatter(self.route, self._token, x, src, dim, size, dtype)
+        return tensors.scatter(self.route, self._token, self._messenger, x, src, dim, size, dtype)
 
     def all_to_all(
         self,
