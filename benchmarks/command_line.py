@@ -3,15 +3,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from harness.peers import DEFAULT, SETUP, Peers
-from harness.rounds import NOTICED, Plan, Row
+from harness.rounds import NOTICED, Plan, RankRow, Row
 
 from parallel_state.tools.bench.report import figure, p50, p99, recorded, size_name
-
-if TYPE_CHECKING:
-    from harness.ranks import RankRow
 
 __all__ = ["parser", "peers", "plan", "print_ranks", "print_rows", "print_table", "ratio", "recorded"]
 

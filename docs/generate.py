@@ -210,7 +210,7 @@ FLOORS: tuple[tuple[str, str, tuple[tuple[str, ...], ...]], ...] = (
     (
         "Ranks",
         "Computes rank lists, starts worlds, makes groups; one control thread per process detects exits",
-        (("layout", "startup", "process_groups", "liveness", "control"),),
+        (("layout", "startup", "process_groups", "keywords", "liveness", "control"),),
     ),
     (
         "Data",

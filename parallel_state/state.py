@@ -11,11 +11,14 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Unpack
 
 from device_communicators import c10d
 from device_communicators.base import cores, forks, limits, logs, settings
@@ -34,6 +37,7 @@ from parallel_state.groups import mesh
 from parallel_state.groups.coordinator import GroupCoordinator, verify_group
 from parallel_state.groups.creation import Traits, create_group, follow, record_neighbours
 from parallel_state.groups.parallel_groups import ParallelGroups, create_parallel_groups, try_get_current_groups
+from parallel_state.keywords import Sizes
 from parallel_state.layout.axes import BY_NAME, BY_PARAMETER, RankPicker, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.ranks import Layout, check_division
 from parallel_state.layout.resolution import resolve_layout
@@ -46,16 +50,20 @@ from parallel_state.startup.binding import bind_as_set
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.interfaces import Address
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Unpack
-
-    from parallel_state.keywords import Sizes
-    from parallel_state.startup.rendezvous import Start
-
 logger = logging.getLogger("parallel_state")
 
 c10d.register()
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this process initialised the environment. A smaller world is initialised in the same way."""
+
+    init_method: str
+    options: Mapping[str, Any]
+    own_place: Address
+    is_served_by_rank_0: bool
+
 
 _WORLD: GroupCoordinator | None = None
 _TP: GroupCoordinator | None = None
@@ -128,7 +136,6 @@ def init_distributed_environment(
     try:
         # The import must precede the first deadline.
         from parallel_state.groups import world as world_module
-        from parallel_state.startup.rendezvous import Start
 
         if dist.is_initialized():
             joined = world_module.join_default_group(world_size, rank, local_rank, backend)

@@ -1,4 +1,4 @@
-"""Writes stub files for names and keywords that exist only at run time: `make stubs`.
+"""Writes stub files for names that exist only at run time, and classes of keywords: `make stubs`.
 
 tests/unit/test_public_names.py checks that the files are up to date.
 """
@@ -29,13 +29,13 @@ def stubs() -> dict[Path, str]:
             lines.append("from parallel_state.functions.getters import *\n")
             lines = [*sorted(lines, key=lambda line: line.split()[1]), "\n__version__: str\n"]
         found[Path(root.__file__).with_suffix(".pyi")] = "".join([HEAD, *lines])
-    found[Path(parallel_state.__file__).with_name("keywords.pyi")] = keywords()
+    found[Path(parallel_state.__file__).with_name("keywords.py")] = keywords()
     found[Path(getters.__file__).with_suffix(".pyi")] = getter_stub()
     return found
 
 
 def keywords() -> str:
-    """Returns a stub with classes of keyword arguments. These classes exist only for type checkers."""
+    """Returns a module with classes of keyword arguments."""
     named = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     sizes = {name: "int | None" for row in BY_PARAMETER.items() for name in (row[0], row[1].name) if name not in named}
     options = {
@@ -54,14 +54,16 @@ def keywords() -> str:
         ("LaunchOptions", "TypedDict, total=False", "Fields of LaunchConfig.", launch),
     )
     text = [
-        HEAD.replace("the table in __init__.py", "the axis table, a signature and LaunchConfig"),
+        '"""Keyword arguments of functions that take `**options`.\n\n',
+        'Written by `make stubs` from the axis table, a signature and LaunchConfig.\n"""\n\n',
+        "from __future__ import annotations\n\n",
         "from collections.abc import Callable, Mapping\nfrom typing import Literal, TypedDict\n\n",
         "from torch.distributed.device_mesh import DeviceMesh\n\n",
         "from parallel_state.layout.axes import RankPicker\n",
         "from parallel_state.process_groups.options import GroupOptions\n",
     ]
     for name, bases, about, members in classes:
-        text.append(f'\nclass {name}({bases}):\n    """{about}"""\n\n')
+        text.append(f'\n\nclass {name}({bases}):\n    """{about}"""\n\n')
         text += [f"    {member}: {kind}\n" for member, kind in members.items()]
     return "".join(text)
 

@@ -14,10 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # importing torch takes seconds, which tests without ranks save
-    import torch.distributed as dist
+from typing import Any
 
 GRACE_S = 3.0
 _STARTS = threading.Lock()
@@ -78,7 +75,7 @@ class WorkerPool:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, tp: int | None = None, pp: int = 1, timeout_s: float = 120.0

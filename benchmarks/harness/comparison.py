@@ -34,7 +34,7 @@ from harness.collectives import VLLM
 from harness.messages import ZMQ, case_bytes
 from harness.page import Findings
 from harness.peers import DEFAULT, SETUP, SIZES_OF_VLLM, Peers
-from harness.rounds import Plan, Row, measure_all
+from harness.rounds import Plan, RankRow, Row, measure_all
 from harness.teams import Team, started
 from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, STEPS, load
 from parallel_state.startup import environment
@@ -217,7 +217,7 @@ class Bench:
                     self.findings.used[ranks.TORCH] = f"NCCL {content['settings'].get('nccl', '')}"
                     for row in content["rows"]:
                         case = {**row.pop("case"), "part": "collectives", "device": content["settings"]["device"]}
-                        self.findings.rows.append(ranks.RankRow(case, **row))
+                        self.findings.rows.append(RankRow(case, **row))
 
     def messages(self) -> Stage:
         common = {"part": "messages", "readers": self.options.ranks - 1, "idle_ms": 0, "most_calls": 60}

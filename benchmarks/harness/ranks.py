@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.torch_internals import dynamo
 from harness.collectives import count_of, ours_by_op
 from harness.picture import draw
-from harness.rounds import Plan, Row
+from harness.rounds import Plan, RankRow
 from harness.timing import host_seconds, release
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
@@ -102,15 +102,6 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
         "all_to_all": lambda x: functional.all_to_all_single(x, None, None, group),
     }
     return calls[operation]
-
-
-@dataclass
-class RankRow(Row):
-    refused: dict[str, str] = field(default_factory=dict)
-    """Unsupported candidate -> reason."""
-    host_us: dict[str, float] = field(default_factory=dict)
-    """Eager candidate -> median microseconds of a call on the host."""
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 class Ranks(GroupTeam):

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,15 @@ class Row(rounds.Row):
     @property
     def disturbed(self) -> bool:
         return (self.strangers_cores or 0.0) > NOTICED
+
+
+@dataclass
+class RankRow(Row):
+    refused: dict[str, str] = field(default_factory=dict)
+    """Unsupported candidate -> reason."""
+    host_us: dict[str, float] = field(default_factory=dict)
+    """Eager candidate -> median microseconds of a call on the host."""
+    figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def measure_all(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,11 +28,8 @@ from device_communicators.calls.reductions import (
     static_fp8_quant,
 )
 from device_communicators.calls.work import DONE, Work
+from device_communicators.cpu.types import HostMemory, NativeGroup
 from device_communicators.liveness.health import Death, FailureDomain, Watcher
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.host_memory import HostMemory
-    from device_communicators.cpu.native_group import NativeGroup
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 

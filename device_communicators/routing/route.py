@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ from device_communicators.calls.user_call import (
     transfer_method,
 )
 from device_communicators.calls.work import TransferError
+from device_communicators.cpu.types import NativeGroup
 from device_communicators.liveness.stacks import call_site
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import Communicator, GroupContext, Request, method_of
@@ -65,9 +66,6 @@ from device_communicators.routing.failures import (
 from device_communicators.routing.reports import add_calls, check_alike, explained, publish
 from device_communicators.routing.started import Handle
 from device_communicators.routing.states import STARTED, waiting_for
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.native_group import NativeGroup
 
 _RECENT = 8
 _MOST_CHOSEN = 4096

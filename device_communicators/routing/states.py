@@ -6,13 +6,11 @@ import json
 import threading
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
-
-if TYPE_CHECKING:
-    from device_communicators.routing.communicator import GroupContext
+from device_communicators.routing.communicator import GroupContext
 
 MOST_ASKED = 16
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"

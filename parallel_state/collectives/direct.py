@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from device_communicators.calls.user_call import DTYPE_NUMBERS
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.native import NativeLibrary
+from device_communicators.cpu.types import NativeLibrary
 
 _Address = ctypes.c_void_p
 _FUNCTIONS = {

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+
+from typing_extensions import Unpack
 
 from device_communicators.base import settings
 from device_communicators.base.errors import (
@@ -20,12 +21,8 @@ from device_communicators.base.errors import (
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from device_communicators.routing.failures import counted_from_begin
 from parallel_state import state
+from parallel_state.keywords import ModelParallelOptions
 from parallel_state.layout.axes import other_sizes_by_name
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from parallel_state.keywords import ModelParallelOptions
 
 logger = logging.getLogger("parallel_state")
 

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from device_communicators.calls.interruption import raise_interruption
 from device_communicators.calls.memory import dense
 from device_communicators.calls.user_call import transfer
 from device_communicators.catalog import build_route
+from device_communicators.cpu.types import NativeGroup, Window
 from device_communicators.liveness.health import FailureDomain
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import counted_from_begin
@@ -72,10 +73,6 @@ from parallel_state.messages.wire import AllGatherGroup
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, ProcessGroupPool
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.native_group import NativeGroup
-    from device_communicators.cpu.window import Window
 
 logger = logging.getLogger("parallel_state")
 TensorOrList = TypeVar("TensorOrList", Tensor, list[Tensor])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from device_communicators.base import forks, limits, settings
 from device_communicators.base.errors import CommunicationError, InvalidArgumentError
 from device_communicators.base.member import Timeout
 from device_communicators.base.torch_internals import default_store, is_fake, set_timeout
+from device_communicators.cpu.types import HostMemory
 from device_communicators.liveness.health import FailureDomain, Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
@@ -25,9 +26,6 @@ from parallel_state.process_groups.joining import GivenGroup, agree_on_settings,
 from parallel_state.process_groups.options import GroupOptions
 from parallel_state.process_groups.pool import Acquired, LazyProcessGroup, ProcessGroupPool, RankLists
 from parallel_state.startup import environment
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.host_memory import HostMemory
 
 Group = TypeVar("Group")
 

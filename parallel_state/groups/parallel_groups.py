@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from device_communicators.base import limits, settings
 from device_communicators.base.errors import GroupNotInitializedError, InvalidArgumentError, LayoutError, UsageError
@@ -38,9 +39,6 @@ from parallel_state.layout.resolution import made_at_start, resolve_layout
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import ProcessGroupPool
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass

@@ -7,9 +7,9 @@ repeats it. A send does nothing; other calls that need a real peer raise Unsuppo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import Unpack
 
 from device_communicators.base import settings
 from device_communicators.base.errors import InvalidArgumentError, int_advice
@@ -19,13 +19,9 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.registry import unique_name
 from parallel_state.groups.coordinator import GroupCoordinator
 from parallel_state.groups.parallel_groups import ParallelGroups, virtual_pipeline
+from parallel_state.keywords import Sizes
 from parallel_state.layout.axes import DEFAULT_ORDER, by_axis, named_sizes, other_sizes_by_name
 from parallel_state.layout.resolution import made_at_start, resolve_layout
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from parallel_state.keywords import Sizes
 
 
 @host_call(OUTSIDE)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host_calls import host_call
 from device_communicators.calls.user_call import handler_error
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import WAITED_FOR, Handle
+from parallel_state.messages.medium import Medium
 from parallel_state.messages.reader import Reader
-
-if TYPE_CHECKING:
-    from parallel_state.messages.media import Medium
 
 
 class HandleOwner(Protocol):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.states import waiting_for
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
+from parallel_state.messages.medium import Medium
 from parallel_state.messages.reader import Reader
 from parallel_state.messages.wire import (
     DONE,
@@ -48,39 +49,6 @@ _FRAME, _BODY = 1, 2
 SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
 _RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
 _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
-
-
-class Medium(Protocol):
-    """A way to carry messages: to one rank, or to all ranks if the call is a broadcast."""
-
-    takes_many: bool
-    """True if many small CPU tensors cost no more than one tensor of their total size."""
-    past_python: PastPython | None = None
-
-    def post(
-        self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
-    ) -> Outgoing | Handle | bool:
-        """Tries to send the object. Returns True if the send is complete, or the handle of a started send.
-
-        If nothing was sent, returns the encoded message, or False if the caller must encode the object. `waits`: waits
-        for the send to complete.
-        """
-        return False
-
-    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]: ...
-
-    def send(self, outgoing: Outgoing, dst: int) -> None:
-        for part in self.isend(outgoing, dst):
-            part.wait()
-
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None: ...
-
-    def start_receive(self, reader: Reader) -> None: ...
-
-    def end_receive(self, reader: Reader) -> None:
-        return
-
-    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]: ...
 
 
 def medium_of(route: Route) -> Medium:

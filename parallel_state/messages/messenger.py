@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,9 @@ from parallel_state.messages import wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.handles import ReceiveHandle, SendHandle
+from parallel_state.messages.medium import Medium
 from parallel_state.messages.reader import ListReader, Reader, allocate
 from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, Outgoing, split_by_device
-
-if TYPE_CHECKING:
-    from parallel_state.messages.media import Medium
 
 _GATHERED = "all_gather_message"
 _MAX_UNWAITED_SENDS = 256

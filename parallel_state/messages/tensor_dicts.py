@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.torch_internals import dispatch_modes, in_transform
 from device_communicators.calls.memory import dtype_refusal
 from device_communicators.calls.user_call import BROADCAST_BY_SPEC, DTYPE_NUMBERS, TRANSFERS, began_at, message_word
+from device_communicators.cpu.types import Form, PastPython
 from parallel_state.collectives import ops  # noqa: F401  (registers torch.ops.parallel_state)
 from parallel_state.collectives.calls import is_single_rank
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
@@ -40,9 +41,6 @@ from parallel_state.messages.wire import (
     digest_of,
     head_of_sizes,
 )
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import Form, PastPython
 
 _SENT, _RECEIVED = map(TRANSFERS.index, ("send_tensor_dict with a spec", "recv_tensor_dict with a spec"))
 _BROADCAST_LIST = torch.ops.parallel_state.broadcast_list.default

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,13 +34,11 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.torch_internals import mark_constant
 from device_communicators.calls.memory import dense
+from device_communicators.cpu.types import Packed, Pinned
 from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import Packed, Pinned
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes

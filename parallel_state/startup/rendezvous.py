@@ -22,7 +22,7 @@ import secrets
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
@@ -115,14 +115,6 @@ class Met(NamedTuple):
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
         return own.address if several and is_loopback(towards_store) and own.address else towards_store
-
-
-@dataclass(frozen=True)
-class Start:
-    init_method: str
-    options: Mapping[str, Any]
-    own_place: Address
-    is_served_by_rank_0: bool
 
 
 _MET: contextvars.ContextVar[Met | None] = contextvars.ContextVar("parallel_state_met", default=None)

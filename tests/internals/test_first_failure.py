@@ -6,7 +6,7 @@ import pytest
 
 from device_communicators.base.errors import LaunchError
 from parallel_state.launch.config import LaunchConfig
-from parallel_state.launch.launcher import _raise_failure
+from parallel_state.launch.failures import raise_failure
 from parallel_state.launch.worker import Report
 
 
@@ -50,6 +50,6 @@ def _ended(rank: int, seen: float, exit_code: int) -> Rank:
 )
 def test_the_first_failure(ranks: list[Rank], first: int) -> None:
     with pytest.raises(LaunchError) as caught:
-        _raise_failure(ranks, [], 9.0, LaunchConfig(nproc=3, world_size=3))  # type: ignore[arg-type]
+        raise_failure(ranks, [], 9.0, LaunchConfig(nproc=3, world_size=3))  # type: ignore[arg-type]
     assert caught.value.rank == first
     assert str(caught.value).startswith(f"rank {first} ")

@@ -26,6 +26,8 @@ MAY_PICKLE = (
 )
 """Files that may pickle: for the caller's `allow_pickle`, functions for `launch`'s own processes, and what the
 engines themselves pickle. vLLM has a module named `pickle`."""
+CHECKERS_ONLY = "device_communicators/cpu/types.py"
+"""The only file with imports for type checkers alone: its modules aren't imported before ranks meet (test_import)."""
 MEASURES_PICKLING = "parallel_state/tools/bench/collectives.py"
 """Times torch's own object transfers, between its own processes."""
 
@@ -126,6 +128,14 @@ def test_no_import_cycle() -> None:
 
     for name in sorted(below):
         visit(name, ())
+
+
+def test_annotations_are_imported_as_other_names() -> None:
+    """A name that only type checkers know hides an import that goes the wrong way, and costs `get_type_hints`."""
+    folders = [ROOT / each for each in (LOWER, UPPER, "benchmarks", "tests", "examples")]
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py")) if path != ROOT / CHECKERS_ONLY]
+    found = [str(path.relative_to(ROOT)) for path in files if "if TYPE_" + "CHECKING" in path.read_text()]
+    assert not found, f"import the name as any other, or from {CHECKERS_ONLY}: {found}"
 
 
 def test_a_room_says_what_it_is_for() -> None:

@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import countOf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -20,11 +20,9 @@ import torch
 from device_communicators.base import settings
 from device_communicators.base.errors import MessageDecodeError
 from device_communicators.calls.user_call import DTYPE_NUMBERS
+from device_communicators.cpu.types import Packed, PlainObjects
 from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
-
-if TYPE_CHECKING:
-    from device_communicators.cpu.plain_tree import Packed, PlainObjects
 
 MAX_DEPTH = 100
 

@@ -20,7 +20,6 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from device_communicators.base.errors import LayoutError, SettingError
 from device_communicators.base.helper_threads import HelperThread
@@ -28,11 +27,8 @@ from device_communicators.base.interrupts import signals_wait
 from parallel_state.layout.axes import AXES
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import PROGRAM, command_parser, positive
-from parallel_state.tools.output import STDOUT, add_json, require_writable, write
+from parallel_state.tools.output import add_json, require_writable
 from parallel_state.tools.plan.command import add_sizes
-
-if TYPE_CHECKING:
-    from parallel_state.tools.check.session import Outcome
 
 _LEAST_S = 5.0
 _GRACE_S = 15.0
@@ -53,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_writable(parser, chosen.json)  # on several hosts the path may exist only on rank 0's
     with signals_wait():
         from parallel_state.tools.check import session  # needs torch
+        from parallel_state.tools.check.report import show
 
     options = session.Options(sizes, chosen.order, chosen.quick, chosen.timeout)
     if place is None or place.source != "single":
@@ -60,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("--ranks can't be used under a launcher, which sets the number of ranks")
         _exit_after(chosen.timeout + _GRACE_S)
         outcome = session.Session(options, began).run()
-        _show(parser, chosen, outcome)
+        show(parser, chosen, outcome)
         sys.stdout.flush()
         sys.stderr.flush()
         if not outcome.met or outcome.exit_code:
@@ -73,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if ranks > session.MOST_RANKS:
         parser.error(f"--ranks must be from 1 to {session.MOST_RANKS}, but is {ranks}")
     outcome = session.run_locally(ranks, options)
-    _show(parser, chosen, outcome)
+    show(parser, chosen, outcome)
     return outcome.exit_code
 
 
@@ -121,26 +118,3 @@ def _exit_after(limit_s: float) -> None:
         os._exit(EXIT_CODES[ERROR])
 
     HelperThread("check-limit", end).start()
-
-
-def _show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Prints the report, or writes it as JSON. If ranks didn't reach each other, one rank of each host prints."""
-    report = outcome.report
-    if report is None:
-        return
-    import msgspec
-
-    from parallel_state.tools.check.report import text
-
-    place = report.ranks[0].place
-    if not outcome.met and place.rank != 0:
-        if place.local_rank == 0:
-            print(text(report, width=120), file=sys.stderr)
-        return
-    try:
-        if chosen.json is not None:
-            content = msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
-            write(parser, chosen.json, content + "\n")
-    finally:  # even if writing fails
-        if chosen.json != STDOUT:
-            print(text(report), end="")

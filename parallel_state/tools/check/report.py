@@ -1,17 +1,21 @@
-"""Formats the report as text for the terminal."""
+"""Prints the report as text for the terminal, or writes it as JSON."""
 
 from __future__ import annotations
 
+import argparse
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+
+import msgspec
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
 from parallel_state.tools.check.evidence import core_times, groups_of_kind
 from parallel_state.tools.check.facts import ERROR, INFO, WARNING, Facts, rate
-from parallel_state.tools.check.session import Report
-from parallel_state.tools.output import columns
+from parallel_state.tools.check.session import Outcome, Report
+from parallel_state.tools.output import STDOUT, columns, write
 
 _MOST_ROWS = 16
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -134,3 +138,22 @@ def text(report: Report, width: int | None = None) -> str:
 
 def _wrapped(label: str, words: str, width: int) -> list[str]:
     return textwrap.wrap(label + words, width, subsequent_indent="         ", break_on_hyphens=False)
+
+
+def show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
+    """Prints the report, or writes it as JSON. If ranks didn't reach each other, one rank of each host prints."""
+    report = outcome.report
+    if report is None:
+        return
+    place = report.ranks[0].place
+    if not outcome.met and place.rank != 0:
+        if place.local_rank == 0:
+            print(text(report, width=120), file=sys.stderr)
+        return
+    try:
+        if chosen.json is not None:
+            content = msgspec.json.format(msgspec.json.encode(report), indent=1).decode()
+            write(parser, chosen.json, content + "\n")
+    finally:  # even if writing fails
+        if chosen.json != STDOUT:
+            print(text(report), end="")

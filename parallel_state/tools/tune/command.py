@@ -17,16 +17,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import parallel_state as ps
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import command_parser, positive
 from parallel_state.tools.output import require_writable
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
-
-if TYPE_CHECKING:
-    from device_communicators.peer.thresholds import Thresholds
 
 RUN_S = 3600.0
 
@@ -43,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch  # imported here: it takes seconds, and `--help` doesn't need it
 
     from device_communicators.peer.thresholds import user_path
-    from parallel_state.tools.tune.tuning import Plan, tune_rank
+    from parallel_state.tools.tune.tuning import Plan, keep, tune_rank
 
     options.plan = Plan(options.rounds, sizes=tuple(options.sizes), proof_calls=options.proof_calls)
     path = options.out or user_path()
@@ -52,27 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torch finds no CUDA device: there is nothing to measure here", file=sys.stderr)
         return 2
     if environment.detect(rendezvous=False).world_size > 1:
-        _keep(tune_rank(options), path)
+        keep(tune_rank(options), path)
         return 0
     code = 0
     for ranks in options.ranks or [each for each in (2, 4, 6, 8) if each <= gpus] or [2]:
         try:
-            _keep(ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0], path)
+            keep(ps.launch(tune_rank, ranks, args=(options,), timeout=RUN_S)[0], path)
         except ps.LaunchError as error:
             print(f"{ranks} ranks: {error}", file=sys.stderr)
             code = 1
     return code
-
-
-def _keep(row: Thresholds | None, path: Path) -> None:
-    """Writes `row`, unless it is None."""
-    from parallel_state.tools.tune.tuning import write
-
-    if row is None:
-        return
-    write(row, path)
-    print(f"{row.world_size} ranks, {row.arch}, {row.link}: {row}; {row.proven_calls} calls proven")
-    if row.one_gpu_each:
-        print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, uses it from now on")
-    else:
-        print(f"written to {path} for the record only: the ranks shared a GPU, so auto never uses it")

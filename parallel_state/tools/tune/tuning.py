@@ -274,6 +274,18 @@ def write(row: Thresholds, path: Path) -> None:
     whole.replace(path)
 
 
+def keep(row: Thresholds | None, path: Path) -> None:
+    """Writes `row`, unless it is None."""
+    if row is None:
+        return
+    write(row, path)
+    print(f"{row.world_size} ranks, {row.arch}, {row.link}: {row}; {row.proven_calls} calls proven")
+    if row.one_gpu_each:
+        print(f"written to {path}: PARALLEL_STATE_PEER_MEMORY=auto, the default, uses it from now on")
+    else:
+        print(f"written to {path} for the record only: the ranks shared a GPU, so auto never uses it")
+
+
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
     """Measures on all ranks. Returns thresholds on the first rank, and None on others. Every rank must call this."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()

@@ -1,4 +1,10 @@
-# Written by `make stubs` from the axis table, a signature and LaunchConfig.
+"""Keyword arguments of functions that take `**options`.
+
+Written by `make stubs` from the axis table, a signature and LaunchConfig.
+"""
+
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Literal, TypedDict
 
@@ -6,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallel_state.layout.axes import RankPicker
 from parallel_state.process_groups.options import GroupOptions
+
 
 class Sizes(TypedDict, total=False):
     """Sizes of the axes, by argument or axis name."""
@@ -32,6 +39,7 @@ class Sizes(TypedDict, total=False):
     num_distributed_optimizer_instances: int | None
     inter_dist_opt: int | None
 
+
 class ModelParallelOptions(Sizes, total=False):
     """Keywords of initialize_model_parallel."""
 
@@ -46,6 +54,7 @@ class ModelParallelOptions(Sizes, total=False):
     get_position_embedding_ranks: RankPicker | None
     device_mesh: DeviceMesh | None
     failure_domain: str
+
 
 class LaunchOptions(TypedDict, total=False):
     """Fields of LaunchConfig."""
