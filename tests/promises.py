@@ -51,14 +51,14 @@ _LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layo
 
 
 def promises_of(test_ids: Iterable[str]) -> set[str]:
-    rows = _rows_of_the_table()
+    rows = rows_of_the_table()
     found: set[str] = set()
     for test_id in test_ids:
         path, _, name = test_id.partition("::")
         function, _, parameters = name.partition("[")
         parameters = parameters.removesuffix("]")
         named = re.match(r"row (\d+): ", parameters)
-        held = _rows(path, function, rows)
+        held = rows_of(path, function, rows)
         for row in held if named is None else held & {int(named[1]), 46} | {int(named[1])}:
             case = _without_transport(parameters) or function.removeprefix("test_")
             transport, door = _word(_TRANSPORTS, test_id, "any"), _word(_DOORS, test_id, "coordinator")
@@ -93,7 +93,7 @@ def problems(found: set[str]) -> list[str]:
     ]
 
 
-def _rows(path: str, function: str, rows: dict[int, list[str]]) -> set[int]:
+def rows_of(path: str, function: str, rows: dict[int, list[str]]) -> set[int]:
     place = f"{path.removeprefix('tests/')}::{function}"
     found = {row for row, patterns in rows.items() if any(fnmatch.fnmatchcase(place, each) for each in patterns)}
     span = re.search(r"rows?_(\d+)(?:_(to|and)_(\d+))?", function) if path.startswith("tests/failure/") else None
@@ -103,7 +103,7 @@ def _rows(path: str, function: str, rows: dict[int, list[str]]) -> set[int]:
     return found
 
 
-def _rows_of_the_table() -> dict[int, list[str]]:
+def rows_of_the_table() -> dict[int, list[str]]:
     text = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8").partition("## The matrix")[2]
     lines = [line.split("|") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     return {int(cells[1]): re.findall(r"`((?:failure|contract|internals|unit)/[^`]+)`", cells[-2]) for cells in lines}

@@ -64,7 +64,7 @@ def _outcome_of(error: Exception, took_s: float) -> Outcome:
     return Outcome(type(error).__name__, str(error), took_s, tuple(getattr(error, "suspect_ranks", ())))
 
 
-def check_elapsed(error: Exception, least_s: float, most_s: float) -> None:
+def check_elapsed(error: BaseException | None, least_s: float, most_s: float) -> None:
     if isinstance(error, ps.CommunicationError) and not isinstance(error, ps.GroupFailedError):
         assert error.elapsed_s is not None, repr(error)
         assert max(0.0, least_s) <= error.elapsed_s <= most_s, (least_s, error.elapsed_s, most_s, repr(error))

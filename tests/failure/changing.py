@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import parallel_state  # noqa: F401 - registers the backend
 from parallel_state import error_of
+from tests.contract.attempts import ELAPSED_WITHIN_S, check_elapsed
 
 IS_THERE = hasattr(c10d, "_reconfigure")
 """torch has `reconfigure` since 2.15."""
@@ -142,10 +143,12 @@ def _lose(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
     try:
         number = 0
         while True:
+            began = time.monotonic()
             add_up(number)
             number += 1
     except Exception as error:
         ended, known = time.monotonic(), error_of(error)
+        check_elapsed(known, ended - began - ELAPSED_WITHIN_S, ended - began + ELAPSED_WITHIN_S)
         kind, suspects = type(error).__name__, getattr(known, "suspect_ranks", ())
         if isinstance(error, AssertionError):
             raise

@@ -30,6 +30,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.c10d import creation
 from parallel_state import error_of
+from tests.contract.attempts import ELAPSED_WITHIN_S, check_elapsed
 from tests.doc_blocks import ROOT, blocks_of
 from tests.failure.changing import IS_THERE, Member, add_up, kill_and_replace, latest_by_round, median, rounds_in
 from tests.failure.ranks import Ranks
@@ -44,11 +45,13 @@ def _compiled() -> None:
 
 
 def _error(call: Callable[[], Any]) -> ParallelStateError:
+    began = time.monotonic()
     try:
         call()
     except Exception as error:
-        found = error_of(error)
+        took_s, found = time.monotonic() - began, error_of(error)
         assert found is not None, f"{error!r} is no error of the library"
+        check_elapsed(found, took_s - ELAPSED_WITHIN_S, took_s + ELAPSED_WITHIN_S)
         return found
     raise AssertionError("it didn't raise")
 
