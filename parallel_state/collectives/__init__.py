@@ -1,1 +1,1 @@
-"""Calls on tensors: methods, argument checks, registered ops with gradients."""
+"""Calls on tensors: argument checks, direct calls of C++, registered ops with gradients."""
