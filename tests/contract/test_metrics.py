@@ -94,7 +94,7 @@ def test_prometheus_reads_them(pools: Pools) -> None:
 
 
 def _in_a_hang(route: str) -> str:
-    with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "gloo" else None), world(2):
+    with environment(PARALLEL_STATE_SHARED_MEMORY="off" if route == "connections" else None), world(2):
         group = ps.get_tp_group()
         group.barrier()
         texts: list[str] = []
@@ -107,7 +107,7 @@ def _in_a_hang(route: str) -> str:
         return texts[0]
 
 
-@pytest.mark.parametrize("route", ["shared memory", "gloo"])
+@pytest.mark.parametrize("route", ["shared memory", "connections"])
 def test_the_call_under_way_is_a_gauge(pools: Pools, route: str) -> None:
     waiting, late = pools(2).run(_in_a_hang, route, timeout_s=DEADLINE_S)
     under_way = r'^parallel_state_operation_under_way_seconds\{rank="\d",group="tp:\d+",operation="(\w+)"\} (\S+)$'
