@@ -6,6 +6,7 @@ a helper thread runs each operation, and the caller abandons that thread at the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -72,7 +73,7 @@ class BoundedStore:
         self._deadline = deadline
         self._ended = ended
         self._connection = connection or _Connection()
-        self._is_local = isinstance(_server_of(store), dist.HashStore)
+        self._is_direct = isinstance(_server_of(store), dist.HashStore)
 
     @classmethod
     def of(cls, store: Any) -> BoundedStore:
@@ -113,6 +114,19 @@ class BoundedStore:
             return f"the store ({type(server).__name__})"
         server = "the launcher" if self.served_by is None else f"rank {self.served_by}"
         return f"the store at {host}:{port}, which {server} serves,"
+
+    def start(self, job: Callable[[BoundedStore], object]) -> None:
+        """Runs `job(store)` in a helper thread and returns. The store's operations have no deadline there. A failure of
+        the store, or an operation that this kind of store lacks, ends `job`.
+        """
+        direct = BoundedStore(self.raw)
+        direct._is_direct = True
+
+        def run() -> None:
+            with contextlib.suppress(dist.DistError, NotImplementedError):
+                job(direct)
+
+        Call(run)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
@@ -181,7 +195,7 @@ class BoundedStore:
         self.raw.set_timeout(timeout)
 
     def _ask(self, operation: str, *args: Any) -> Any:
-        if self._is_local:
+        if self._is_direct:
             return getattr(self.raw, operation)(*args)
         started = time.monotonic()
         deadline = min(self._deadline, started + self._limit_s)

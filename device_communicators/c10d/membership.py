@@ -37,7 +37,7 @@ from device_communicators.c10d.world import World, address_of
 from device_communicators.control.plane import Endpoint
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
-from device_communicators.cpu.watching import listen
+from device_communicators.cpu.watching import CallsDifferError, listen
 from device_communicators.liveness.health import Watcher
 
 _FORMAT = "parallel_state/1"
@@ -193,13 +193,11 @@ class Membership:
         store.access = "a token in the handle of that process"
         shared = BoundedStore(dist.PrefixStore(f"reconfigure/{uuid}", for_torch(store)))
         options = backend_options(shared.raw, rank, len(peers), timedelta(seconds=limit_s), self._name)
-        check = _SameCall(shared, [each.describe() for each in peers], peers, uuid)
-        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, check=check.look)
+        call = json.dumps([[each.describe(), each.address, each.port] for each in peers])
+        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call)
         world.leaves_in_background = True
         world.set_current()
         try:
-            if len(peers) > 1:
-                check.enter()
             made = self._create_group(options, world)
         except CommunicationError as error:
             world.close()
@@ -207,6 +205,9 @@ class Membership:
             if names:
                 error.args = (f"{error.args[0]} ({names})", *error.args[1:])
             raise as_torch_error(error) from error.__cause__
+        except CallsDifferError as error:
+            world.close()
+            raise _different_handles(uuid, error) from None
         except BaseException:
             world.close()
             raise
@@ -244,27 +245,9 @@ class Membership:
             door.close()
 
 
-class _SameCall:
-    def __init__(self, store: BoundedStore, names: list[str], peers: list[Handle], uuid: int) -> None:
-        self._store, self._uuid = store, uuid
-        self._call = json.dumps([names, [[each.address, each.port] for each in peers]])
-
-    def enter(self) -> None:
-        """Checks that all members passed the same handles to `reconfigure`. A member whose handles differ from the
-        first member's raises ConfigMismatchError; the others raise it in `look`.
-        """
-        found = self._store.compare_set("call", "", self._call).decode()
-        if found != self._call:
-            self._store.set("difference", self._call)
-            raise self._error(found, self._call)
-
-    def look(self) -> None:
-        if self._store.check(["difference"]):
-            raise self._error(self._call, self._store.get("difference").decode())
-
-    def _error(self, first: str, other: str) -> ConfigMismatchError:
-        one, another = (", ".join(json.loads(each)[0]) for each in (first, other))
-        return ConfigMismatchError(
-            f"reconfigure(uuid={self._uuid}) got different handles: one rank passed those of {one}; another one those "
-            f"of {another}. Pass the same handles in the same order on all members, with a new uuid"
-        )
+def _different_handles(uuid: int, error: CallsDifferError) -> ConfigMismatchError:
+    one, another = (", ".join(name for name, *_ in json.loads(each)) for each in (error.first, error.other))
+    return ConfigMismatchError(
+        f"reconfigure(uuid={uuid}) got different handles: one rank passed those of {one}; another one those of "
+        f"{another}. Pass the same handles in the same order on all members, with a new uuid"
+    )

@@ -7,7 +7,7 @@ for the dead rank. Until there is a group of all ranks, each group is a failure 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -33,13 +33,13 @@ class World:
         caller: str,
         *,
         may_borrow: bool = True,
-        check: Callable[[], None] = lambda: None,
+        call: str = "",
     ) -> None:
         """Creates a failure domain of `ranks` (global). Errors name the function `caller`. `may_borrow`: True to share
-        an existing watcher of the same ranks. `check` is called while ranks connect; its exception ends the wait.
+        an existing watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
-        self._caller, self._check = caller, check
+        self._caller, self._call = caller, call
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
         """Detects deaths. Shared if `ParallelGroups` already watch these ranks."""
@@ -97,7 +97,7 @@ class World:
         else:
             notes = meet(
                 store, rank, ranks, self.watcher, self.address, self._caller, note=problem, limit_s=limit_s,
-                check=self._check,
+                call=self._call,
             )  # fmt: skip
         found = next((f"global rank {rank} {note}" for rank, note in zip(ranks, notes, strict=True) if note), "")
         return found or self.watcher.explain(ranks)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
 import socket
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,10 @@ from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.liveness.health import LOOPBACK, Place, Watcher, answer_within
 
 _OWN_NAME_S = 2.0
-_ATTEMPT = "process/attempt"
+_ATTEMPT, _FIRST_CALL, _OTHER_CALL = "process/attempt", "process/call", "process/other_call"
+_TOKEN_BYTES = 8
+_CALLS_DIFFER = "calls differ"
+"""Value of `_ATTEMPT` once two ranks' calls differed. No rank starts another attempt then."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
 _NEAR_S = 0.5
@@ -56,19 +60,20 @@ def meet(
     *,
     note: str = "",
     limit_s: float = float("inf"),
-    check: Callable[[], None] = lambda: None,
+    call: str = "",
 ) -> list[str]:
     """Exchanges `note`, which says why ranks can't be watched, or "". Each of the global `ranks` must call this.
     Returns all notes. If all notes are empty, starts to watch the ranks.
 
-    `store`: must have a prefix that only this call uses. `check` runs about every 20 ms; its exception ends the wait.
-    Raises RendezvousError with the missing ranks, or PeerDiedError if the rank that serves the store exited.
+    `store`: must have a prefix that only this call uses. `call`: arguments that must be equal on all ranks.
+    Raises RendezvousError with the missing ranks, PeerDiedError if the rank that serves the store exited, or
+    CallsDifferError at most 20 ms after two ranks passed different `call`s.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
     near, started = Neighbours(own.processes), time.monotonic()
     entry = json.dumps([*own[:-1], listen(watcher, address), note])
-    roll = _Roll(store.until(started + limit_s + LAST_WORD_S), rank, ranks, entry, near)
+    roll = _Roll(store.until(started + limit_s + LAST_WORD_S), rank, ranks, entry, near, call)
 
     def not_met(kind: type[CommunicationError], why: str, suspects: Sequence[int]) -> CommunicationError:
         return kind(
@@ -81,7 +86,7 @@ def meet(
         )
 
     try:
-        entries, missing = roll.call(started + limit_s, check)
+        entries, missing = roll.call(started + limit_s)
     except dist.DistError as error:
         kind, why, suspects = watcher.explain_lost_store(store, error, ranks)
         if kind is CommunicationError:  # the server exited, or is exiting
@@ -132,6 +137,12 @@ def _has_ended(pid: int, began: str) -> bool:
     return start_time(pid) != began
 
 
+class CallsDifferError(Exception):
+    def __init__(self, first: str, other: str) -> None:
+        super().__init__(first, other)
+        self.first, self.other = first, other
+
+
 class _Roll:
     """Exchanges one entry of each rank through a store.
 
@@ -139,34 +150,54 @@ class _Roll:
     attempt, so a retry never reads entries of processes that gave up.
     """
 
-    def __init__(self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours) -> None:
+    def __init__(
+        self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours, call: str = ""
+    ) -> None:
         self._store, self._rank, self._ranks, self._entry, self._near = store, rank, ranks, entry, near
+        self._call, self._digest = call, hashlib.sha256(call.encode()).hexdigest() if call else ""
         self._attempts: list[str] = []
+        self._near_attempt = ""
+        """The last attempt in which this rank's neighbours can read that it takes part."""
 
-    def call(self, deadline: float, check: Callable[[], None] = lambda: None) -> tuple[list[list[Any]], list[int]]:
+    def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
         """Exchanges the ranks' entries. Returns all entries in rank order and [], or at the deadline [] and the missing
-        ranks.
-
-        Calls `check`, which can raise, while it waits.
+        ranks. Raises CallsDifferError on all ranks if two ranks' calls differ.
         """
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = longest_s if self._store.waits_in_server else _SHORTEST_NAP_S
         look_at = time.monotonic()
         while True:
-            attempt = self._store.compare_set(_ATTEMPT, "", secrets.token_hex(8)).decode()
+            attempt = self._open()
             if attempt not in self._attempts:
                 self._attempts.append(attempt)
-                self._enter()
+                if entries := self._enter():
+                    return self._took(entries), []
             left_s = deadline - time.monotonic()
             if self._store.wait_for([self._key("roll")], min(nap_s, max(left_s, 0.0))):
-                return self._read(), []
+                return self._took(self._read()), []
             if left_s <= 0:
                 return [], self._give_up()
             nap_s = min(2 * nap_s, longest_s)
+            if self._near_attempt != attempt:
+                self._near_attempt = attempt
+                self._near.enter(self._store, self._rank, self._key(""))
             if time.monotonic() >= look_at:
                 look_at = time.monotonic() + _NEAR_S
                 self._near.read(self._store, self._key(""))
-            check()
+
+    def _open(self) -> str:
+        """Returns the current attempt. Starts one if there is none. Raises CallsDifferError if it is of another call."""
+        own = secrets.token_hex(_TOKEN_BYTES) + self._digest
+        found = self._store.compare_set(_ATTEMPT, "", own).decode()
+        if found == own and self._call:
+            self._store.set(_FIRST_CALL, self._call)
+        if self._call and found[2 * _TOKEN_BYTES :] != self._digest:
+            if found != _CALLS_DIFFER:
+                self._store.set(_OTHER_CALL, self._call)
+                self._store.compare_set(_ATTEMPT, found, _CALLS_DIFFER)
+            first, other = self._store.multi_get([_FIRST_CALL, _OTHER_CALL])
+            raise CallsDifferError(first.decode(), other.decode())
+        return found
 
     def _give_up(self) -> list[int]:
         """Ends this attempt to exchange entries. Returns the ranks that took part in none of the attempts; if there are
@@ -178,26 +209,33 @@ class _Roll:
             missing = self._absent(missing, number)
         return list(missing) or self._absent(self._ranks, -1)
 
-    def _enter(self) -> None:
+    def _enter(self) -> list[list[Any]]:
+        """Adds this rank's entry. The last rank publishes all entries and returns them; the others return []."""
         if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
             # An earlier call of this rank didn't close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
-            return
-        self._near.enter(self._store, self._rank, self._key(""))
-        if self._store.add(self._key("entered"), 1) == len(self._ranks):
-            entries = self._store.multi_get([self._key(each) for each in self._ranks])
-            roll = zlib.compress(json.dumps([json.loads(each) for each in entries]).encode())
-            self._store.set(self._key("roll"), roll.hex())
+            return []
+        if self._store.add(self._key("entered"), 1) != len(self._ranks):
+            return []
+        entries = [json.loads(each) for each in self._store.multi_get([self._key(each) for each in self._ranks])]
+        self._store.set(self._key("roll"), zlib.compress(json.dumps(entries).encode()).hex())
+        return entries
 
     def _read(self) -> list[list[Any]]:
-        entries = json.loads(zlib.decompress(bytes.fromhex(self._store.get(self._key("roll")).decode())))
-        with contextlib.suppress(dist.DistError, NotImplementedError):  # some stores can't delete
-            self._store.delete_key(self._key(self._near.key))
-            if self._store.add(self._key("readers"), 1) == len(self._ranks):
-                self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
-                for each in (*self._ranks, "entered", "roll", "readers"):
-                    self._store.delete_key(self._key(each))
-        return list(entries)
+        return list(json.loads(zlib.decompress(bytes.fromhex(self._store.get(self._key("roll")).decode()))))
+
+    def _took(self, entries: list[list[Any]]) -> list[list[Any]]:
+        self._store.start(self._clean_up)  # not before the entries are used, which all ranks wait for
+        return entries
+
+    def _clean_up(self, store: BoundedStore) -> None:
+        """Deletes the attempt's keys if all other ranks have done this call. Some stores can't delete."""
+        if self._near_attempt:
+            store.delete_key(self._key(self._near.key))
+        if store.add(self._key("readers"), 1) == len(self._ranks):
+            store.compare_set(_ATTEMPT, self._attempts[-1], "")
+            for each in (*self._ranks, "entered", "roll", "readers"):
+                store.delete_key(self._key(each))
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
         """Returns the missing ranks by bisection: one missing rank of 1,000 takes 20 requests."""
@@ -208,7 +246,7 @@ class _Roll:
         return [rank for half in halves for rank in self._absent(half, attempt)] if middle else list(ranks)
 
     def _key(self, name: object, attempt: int = -1) -> str:
-        return f"process/{self._attempts[attempt]}/{name}"
+        return f"process/{self._attempts[attempt][: 2 * _TOKEN_BYTES]}/{name}"
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:
