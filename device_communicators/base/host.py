@@ -16,6 +16,7 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _LINK_LOCAL = "20"
 
 
+@functools.cache
 def boot_id() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:

@@ -87,13 +87,14 @@ def create_group(options: Any, world: World | None = None) -> Any:
     # Megatron creates groups of disjoint ranks with one name at the same time.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
-    world = world or World.of(store, ranks, is_default)
+    if world is None:
+        world = World.of(store, ranks, is_default)
+        if not world.begun:
+            settings.warn_about_unknown_names()
     begins = not world.begun
     module, problem = extension.try_load()
-    if begins and not world.over_gloo:
-        settings.warn_about_unknown_names()
-        if problem and size == 1:
-            world.over_gloo = f"global rank {ranks[0]} {problem}"
+    if begins and problem and size == 1:
+        world.over_gloo = world.over_gloo or f"global rank {ranks[0]} {problem}"
     if world.over_gloo:
         return _over_gloo(world, store, members, timeout)
     memory = HostMemory(members, world.neighbours)

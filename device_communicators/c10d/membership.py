@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from device_communicators.base import settings
+from device_communicators.base import cores, settings
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import (
     AlreadyInitializedError,
@@ -124,6 +124,8 @@ class Membership:
                     f"reconfigure needs this library's control plane, which did not start: {door.problem}"
                 )
             door.answer_guests()
+            settings.warn_about_unknown_names()
+            cores.area_of(frozenset(cores.usable_cores()))  # reads files for 4 ms; a later call returns the result
             _, address, port, token, _ = Endpoint.parse(text)
             self._door = door
             self._handle = Handle(socket.gethostname(), address, port, os.getpid(), process_domain(), token)
@@ -194,7 +196,7 @@ class Membership:
         shared = BoundedStore(dist.PrefixStore(f"reconfigure/{uuid}", for_torch(store)))
         options = backend_options(shared.raw, rank, len(peers), timedelta(seconds=limit_s), self._name)
         call = json.dumps([[each.describe(), each.address, each.port] for each in peers])
-        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call)
+        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call, address=peers[rank].address)
         world.leaves_in_background = True
         world.set_current()
         try:

@@ -34,9 +34,11 @@ class World:
         *,
         may_borrow: bool = True,
         call: str = "",
+        address: str | None = None,
     ) -> None:
         """Creates a failure domain of `ranks` (global). Errors name the function `caller`. `may_borrow`: True to share
-        an existing watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`.
+        an existing watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`. `address`: this host's address, as
+        the other ranks use it; default: the one from which this host reaches the store.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._call = caller, call
@@ -44,7 +46,7 @@ class World:
         self.watcher = shared or Watcher()
         """Detects deaths. Shared if `ParallelGroups` already watch these ranks."""
         self.domain = FailureDomain(ranks)
-        self.address = address_of(store.raw)
+        self.address = address_of(store.raw) if address is None else address
         self.neighbours: tuple[int, ...] = ()
         """CPU core mask of each rank on this host."""
         self.begun = False

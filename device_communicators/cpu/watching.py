@@ -186,7 +186,7 @@ class _Roll:
                 self._near.read(self._store, self._key(""))
 
     def _open(self) -> str:
-        """Returns the current attempt. Starts one if there is none. Raises CallsDifferError if it is of another call."""
+        """Returns the current attempt. Starts one if there is none. Raises CallsDifferError if its call differs."""
         own = secrets.token_hex(_TOKEN_BYTES) + self._digest
         found = self._store.compare_set(_ATTEMPT, "", own).decode()
         if found == own and self._call:
