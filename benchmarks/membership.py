@@ -41,6 +41,7 @@ FIGURES = {
     "first right collective": "right_s",
     "reconfigure": "reconfigure_s",
     "join": "join_s",
+    "right collective after join": "joined_s",
 }
 MEDIAN_S, MOST_S = 0.2, 1.0
 """Goals for the first right collective after a SIGKILL."""

@@ -34,11 +34,11 @@ def tell(folder: Path, key: str, text: str) -> None:
     part.replace(folder / key)
 
 
-def hear(folder: Path, key: str) -> str:
-    deadline = time.monotonic() + WAIT_S
+def hear(folder: Path, key: str, nap_s: float = 0.001, wait_s: float = WAIT_S) -> str:
+    deadline = time.monotonic() + wait_s
     while not (folder / key).exists():
         assert time.monotonic() < deadline, f"nobody told {key}"
-        time.sleep(0.001)
+        time.sleep(nap_s)
     return (folder / key).read_text()
 
 
@@ -105,6 +105,8 @@ class Round(NamedTuple):
     """From the SIGKILL or the abort to the first right collective of the survivors."""
     reconfigure_s: float
     join_s: float
+    joined_s: float
+    """From the begin of the join to the first right collective with the new member."""
 
 
 def kill_and_replace(
@@ -120,17 +122,22 @@ def kill_and_replace(
     for round_ in range(rounds):
         if round_ == 0 and member.name in names:
             member.become(0, names)
+        if member.name == names[0]:
+            tell(member.folder, f"begin-round-{round_}", "")
+        if member.name == size + round_:  # spares poll slowly until then, as they share the cores
+            hear(member.folder, f"begin-round-{round_}", nap_s=0.02, wait_s=WAIT_S * rounds)
         victim = chance.choice(names)
         rest = [name for name in names if name != victim]
         if member.name in names:
             measured = (_part if polite else _lose)(member, names, victim, rest, round_)
         names = [*rest, size + round_]
         if member.name in names:
-            is_new = member.name == size + round_
-            join_s = member.become(2 * round_ + 2, names, timeout_s=WAIT_S * (rounds if is_new else 1))
+            join_s = member.become(2 * round_ + 2, names, timeout_s=WAIT_S)
+            returned = time.monotonic()
             add_up(round_)
             if member.name in rest:
-                measured = measured._replace(join_s=join_s)
+                joined_s = join_s + time.monotonic() - returned
+                measured = measured._replace(join_s=join_s, joined_s=joined_s)
                 tell(member.folder, f"round-{round_}-{member.name}", json.dumps(measured))
     if member.name in names:
         dist.destroy_process_group()
@@ -154,7 +161,7 @@ def _lose(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
             raise
     reconfigure_s, right = _go_on(member, rest, round_)
     killed = float(hear(member.folder, f"killed-{round_}"))
-    return Round(kind, tuple(suspects), names.index(victim), ended - killed, right - killed, reconfigure_s, 0.0)
+    return Round(kind, tuple(suspects), names.index(victim), ended - killed, right - killed, reconfigure_s, 0.0, 0.0)
 
 
 def _part(member: Member, names: Sequence[int], victim: int, rest: Sequence[int], round_: int) -> Round:
@@ -165,7 +172,7 @@ def _part(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
     if member.name == victim:
         os._exit(0)
     reconfigure_s, right = _go_on(member, rest, round_)
-    return Round("", (), names.index(victim), 0.0, right - started, reconfigure_s, 0.0)
+    return Round("", (), names.index(victim), 0.0, right - started, reconfigure_s, 0.0, 0.0)
 
 
 def _go_on(member: Member, rest: Sequence[int], round_: int) -> tuple[float, float]:
