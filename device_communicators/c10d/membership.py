@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from device_communicators.base import cores, settings
+from device_communicators.base import settings
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import (
     AlreadyInitializedError,
@@ -37,6 +37,7 @@ from device_communicators.c10d.world import World, address_of
 from device_communicators.control.plane import Endpoint
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
+from device_communicators.cpu.host_memory import prepare
 from device_communicators.cpu.watching import CallsDifferError, listen
 from device_communicators.liveness.health import Watcher
 
@@ -125,7 +126,7 @@ class Membership:
                 )
             door.answer_guests()
             settings.warn_about_unknown_names()
-            cores.area_of(frozenset(cores.usable_cores()))  # reads files for 4 ms; a later call returns the result
+            prepare()
             _, address, port, token, _ = Endpoint.parse(text)
             self._door = door
             self._handle = Handle(socket.gethostname(), address, port, os.getpid(), process_domain(), token)
@@ -197,7 +198,7 @@ class Membership:
         options = backend_options(shared.raw, rank, len(peers), timedelta(seconds=limit_s), self._name)
         call = json.dumps([[each.describe(), each.address, each.port] for each in peers])
         world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call, address=peers[rank].address)
-        world.leaves_in_background = True
+        world.owns_store = world.leaves_in_background = True
         world.set_current()
         try:
             made = self._create_group(options, world)
