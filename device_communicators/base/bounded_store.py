@@ -24,6 +24,7 @@ LAST_WORD_S = 0.5
 raises its error.
 """
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
+_LONGEST_TIMEOUT_S = 86_400.0
 
 
 class StoreSilentError(dist.DistError):
@@ -66,13 +67,18 @@ class BoundedStore:
         deadline: float = float("inf"),
         ended: Callable[[], object] = _never,
         connection: _Connection | None = None,
+        owns_timeout: bool = False,
     ) -> None:
+        """`owns_timeout`: True if nothing else uses this store's timeout, and if its operations keep it, as those of the
+        control plane's stores do. Then operations run in the calling thread.
+        """
         self.raw = store
         """The wrapped torch store, which can be passed to torch's functions. Its operations have no deadline."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
         self._connection = connection or _Connection()
+        self._owns_timeout = owns_timeout
         self._is_direct = isinstance(_server_of(store), dist.HashStore)
 
     @classmethod
@@ -83,7 +89,14 @@ class BoundedStore:
         """Returns a store on the same connection whose operations fail at `deadline`, or earlier if `ended()` returns
         True.
         """
-        return BoundedStore(self.raw, limit_s=float("inf"), deadline=deadline, ended=ended, connection=self._connection)
+        return BoundedStore(
+            self.raw,
+            limit_s=float("inf"),
+            deadline=deadline,
+            ended=ended,
+            connection=self._connection,
+            owns_timeout=self._owns_timeout,
+        )
 
     def within(self, limit_s: float) -> BoundedStore:
         return self.until(time.monotonic() + limit_s)
@@ -95,6 +108,7 @@ class BoundedStore:
             deadline=self._deadline,
             ended=self._ended,
             connection=self._connection,
+            owns_timeout=self._owns_timeout,
         )
 
     @property
@@ -199,6 +213,8 @@ class BoundedStore:
             return getattr(self.raw, operation)(*args)
         started = time.monotonic()
         deadline = min(self._deadline, started + self._limit_s)
+        if self._owns_timeout and self._ended is _never:
+            return self._ask_here(operation, args, started, deadline)
         before = self._connection.abandoned()
         if before is not None and not before.wait(deadline, self._ended):
             raise self._silent(operation, before.started_s)
@@ -210,6 +226,16 @@ class BoundedStore:
             self._connection.abandon(call)
             raise
         return call.result()
+
+    def _ask_here(self, operation: str, args: Sequence[Any], started: float, deadline: float) -> Any:
+        left_s = min(max(deadline - started, _SHORTEST_NAP_S), _LONGEST_TIMEOUT_S)
+        self.raw.set_timeout(timedelta(seconds=left_s))
+        try:
+            return getattr(self.raw, operation)(*args)
+        except dist.DistError as error:
+            if time.monotonic() < started + left_s:
+                raise
+            raise self._silent(operation, started) from error
 
     def _silent(self, operation: str, since: float) -> StoreSilentError:
         return StoreSilentError(f"{self} has not answered ({operation}) for {time.monotonic() - since:.1f} s")

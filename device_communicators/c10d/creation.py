@@ -86,7 +86,8 @@ def create_group(options: Any, world: World | None = None) -> Any:
     is_default = not options.global_ranks_in_group
     # Megatron creates groups of disjoint ranks with one name at the same time.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store))
+    owns_store = world is not None and world.owns_store
+    store = BoundedStore(dist.PrefixStore(f"ranks/{whose}", options.store), owns_timeout=owns_store)
     if world is None:
         world = World.of(store, ranks, is_default)
         if not world.begun:

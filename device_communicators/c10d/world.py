@@ -55,6 +55,8 @@ class World:
         self.has_warned = False
         self.outlives_store = False
         """True if this world outlives the store with which it was created; see `lasting_store`."""
+        self.owns_store = False
+        """True if nothing else uses the timeout of the store with which this world is created."""
         self.leaves_in_background = False
 
     @classmethod
