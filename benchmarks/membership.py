@@ -9,8 +9,8 @@ the error: a run in which an error doesn't name it fails. gloo's survivors wait 
 in gloo's rounds all ranks abort the group between two calls, and one exits; its figure counts from the abort. Ours is
 also measured that way. `reconfigure` is the call that makes the group of the survivors, `join` the one that adds a
 process which waits for it. gloo's handles change each time, so its ranks exchange them through files. In rounds with an
-abort ours also wait for each other through files, so that both calls begin at the same time on all ranks. This counts
-in `first right collective` only. A figure is that of a round's slowest rank. The candidates take turns, in sets of 5
+abort all ranks then call reconfigure at the same moment, with both backends. The exchange and the wait for that moment
+count in no figure. A figure is that of a round's slowest rank. The candidates take turns, in sets of 5
 rounds. Each result is checked. torch's flight recorder writes no files (TORCH_FR_DUMP_ON_TIMEOUT=0): a survivor would
 import torch's compiler for that, which takes seconds.
 """

@@ -25,6 +25,8 @@ from tests.contract.attempts import ELAPSED_WITHIN_S, check_elapsed
 IS_THERE = hasattr(c10d, "_reconfigure")
 """torch has `reconfigure` since 2.15."""
 WAIT_S = 60.0
+_HEAD_START_S = 0.01
+"""In this time each member reads that all are there."""
 _WORDS = 2048
 
 
@@ -48,7 +50,7 @@ class Member:
     def __init__(
         self, folder: Path, backend: str = "parallel_state", timeout_s: float = 30.0, meets: bool = False
     ) -> None:
-        """`meets`: members wait for each other before they call reconfigure, as members of gloo's groups must."""
+        """`meets`: members call reconfigure at the same moment."""
         self.folder, self.name, self._meets = folder, int(os.environ["RANK"]), meets
         self._is_gloo = backend == "gloo"
         dist.init_process_group(
@@ -59,6 +61,8 @@ class Member:
             timeout=timedelta(seconds=timeout_s),
             enable_reconfigure=True,
         )
+        self.prepared_s = 0.0
+        """Time of the last `become` before it called reconfigure."""
         tell(folder, f"handle-{self.name}", c10d._get_reconfigure_handle())
 
     @property
@@ -69,22 +73,24 @@ class Member:
         return [hear(self.folder, f"{key}-{name}") for name in names]
 
     def become(self, uuid: int, names: Sequence[int], timeout_s: float = 30.0) -> float:
-        key = f"handle-{uuid}" if self._is_gloo else "handle"
+        called, key = time.monotonic(), f"handle-{uuid}" if self._is_gloo else "handle"
         if self._is_gloo:
             tell(self.folder, f"{key}-{self.name}", c10d._get_reconfigure_handle())
-        elif self._meets:
-            self.meet(f"begin-{uuid}", names)
         handles = self.handles(names, key)
+        if self._meets:
+            begin = max(self.meet(f"begin-{uuid}", names)) + _HEAD_START_S
+            time.sleep(max(0.0, begin - time.monotonic()))
         started = time.monotonic()
+        self.prepared_s = started - called
         c10d._reconfigure(uuid, handles, timeout=timedelta(seconds=timeout_s)).wait()
         took_s = time.monotonic() - started
         assert (dist.get_rank(), dist.get_world_size()) == (list(names).index(self.name), len(names))
         return took_s
 
-    def meet(self, key: str, names: Sequence[int]) -> None:
-        tell(self.folder, f"{key}-{self.name}", "")
-        for name in names:
-            hear(self.folder, f"{key}-{name}")
+    def meet(self, key: str, names: Sequence[int]) -> list[float]:
+        """Waits until all members call this. Returns when each of them did so, by the host's clock."""
+        tell(self.folder, f"{key}-{self.name}", repr(time.monotonic()))
+        return [float(hear(self.folder, f"{key}-{name}")) for name in names]
 
 
 def add_up(round_: int = 0) -> None:
@@ -102,7 +108,9 @@ class Round(NamedTuple):
     error_s: float
     """From the SIGKILL to the error of the call under way; 0 without a SIGKILL."""
     right_s: float
-    """From the SIGKILL or the abort to the first right collective of the survivors."""
+    """From the SIGKILL or the abort to the first right collective of the survivors. Without the time in which they
+    exchange handles and wait for each other, if they do.
+    """
     reconfigure_s: float
     join_s: float
     joined_s: float
@@ -172,7 +180,7 @@ def _part(member: Member, names: Sequence[int], victim: int, rest: Sequence[int]
     if member.name == victim:
         os._exit(0)
     reconfigure_s, right = _go_on(member, rest, round_)
-    return Round("", (), names.index(victim), 0.0, right - started, reconfigure_s, 0.0, 0.0)
+    return Round("", (), names.index(victim), 0.0, right - started - member.prepared_s, reconfigure_s, 0.0, 0.0)
 
 
 def _go_on(member: Member, rest: Sequence[int], round_: int) -> tuple[float, float]:
