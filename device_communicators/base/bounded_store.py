@@ -69,8 +69,8 @@ class BoundedStore:
         connection: _Connection | None = None,
         owns_timeout: bool = False,
     ) -> None:
-        """`owns_timeout`: True if nothing else uses this store's timeout, and if its operations keep it, as those of the
-        control plane's stores do. Then operations run in the calling thread.
+        """`owns_timeout`: True if nothing else uses this store's timeout, and its operations end at that timeout, as
+        those of the control plane's stores do. Then operations run in the calling thread.
         """
         self.raw = store
         """The wrapped torch store, which can be passed to torch's functions. Its operations have no deadline."""

@@ -197,7 +197,8 @@ class Membership:
         shared = BoundedStore(dist.PrefixStore(f"reconfigure/{uuid}", for_torch(store)))
         options = backend_options(shared.raw, rank, len(peers), timedelta(seconds=limit_s), self._name)
         call = json.dumps([[each.describe(), each.address, each.port] for each in peers])
-        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call, address=peers[rank].address)
+        own = peers[rank].address
+        world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call, address=own)
         world.owns_store = world.leaves_in_background = True
         world.set_current()
         try:

@@ -37,8 +37,8 @@ class World:
         address: str | None = None,
     ) -> None:
         """Creates a failure domain of `ranks` (global). Errors name the function `caller`. `may_borrow`: True to share
-        an existing watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`. `address`: this host's address, as
-        the other ranks use it; default: the one from which this host reaches the store.
+        an existing watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`.
+        `address`: this host's address, as other ranks use it; default: the one from which this host reaches the store.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._call = caller, call
