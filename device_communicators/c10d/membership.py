@@ -199,6 +199,7 @@ class Membership:
         call = json.dumps([[each.describe(), each.address, each.port] for each in peers])
         own = peers[rank].address
         world = World(shared, range(len(peers)), "reconfigure", may_borrow=False, call=call, address=own)
+        world.watcher.listen(native.load(), own)
         world.owns_store = world.leaves_in_background = True
         world.set_current()
         try:

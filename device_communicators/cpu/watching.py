@@ -38,9 +38,11 @@ TOGETHER_S = 0.1
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Starts this rank's control plane and returns its address, or "" if there is none. Replaces an empty or loopback
-    `address` by the host's address.
+    """Starts this rank's control plane, unless `watcher` has one, and returns its address, or "" if there is none.
+    Replaces an empty or loopback `address` by the host's address.
     """
+    if watcher.endpoint is not None:
+        return str(watcher.endpoint)
     if not address or is_loopback(address):  # as /etc/hosts' 127.0.1.1
         address = answer_within(_OWN_NAME_S, gloo_address) or LOOPBACK
     try:

@@ -195,6 +195,10 @@ class Watcher:
         return self._problem
 
     @property
+    def endpoint(self) -> Endpoint | None:
+        return None if self._world is None else self._world.endpoint
+
+    @property
     def pids(self) -> dict[int, int]:
         return dict(self._pids)
 
@@ -214,8 +218,7 @@ class Watcher:
                 )
             except ControlError as error:
                 self._problem = str(error)
-                return None
-        return self._world.endpoint
+        return self.endpoint
 
     def answer_guests(self) -> None:
         """Starts to answer questions of processes outside the world. Call this before `follow`, while ranks still wait
