@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.host import start_time
-from device_communicators.cpu.watching import Neighbours, _Roll
+from device_communicators.cpu.watching import CallsDifferError, Neighbours, _Roll
 
 DEADLINE_S = 20.0
 Result = tuple[list[list[Any]], list[int]]
@@ -121,3 +121,18 @@ def test_a_rank_reads_its_neighbours_while_it_waits(threads: ThreadPoolExecutor,
     calls = [threads.submit(roll.call, time.monotonic() + 1.2) for roll in rolls]
     assert [each.result(DEADLINE_S) for each in calls] == [([], [2])] * 2
     assert all(roll._near.found.keys() == {0, 1} for roll in rolls)
+
+
+def test_ranks_with_different_calls_all_raise(threads: ThreadPoolExecutor, store: CountedStore) -> None:
+    def call(rank: int, arguments: str) -> Result:
+        roll = _Roll(BoundedStore(store), rank, range(4), "[]", Neighbours(""), arguments)
+        return roll.call(time.monotonic() + DEADLINE_S)
+
+    calls = [threads.submit(call, 0, "one")]
+    while not store.check(["process/call"]):
+        time.sleep(0.01)
+    calls += [threads.submit(call, 1, "other"), threads.submit(call, 2, "one")]
+    errors = [each.exception(DEADLINE_S) for each in calls]
+    errors.append(threads.submit(call, 3, "one").exception(DEADLINE_S))  # after the others gave up
+    assert all(isinstance(error, CallsDifferError) for error in errors)
+    assert [error.args for error in errors if error is not None] == [("one", "other")] * 4

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import pytest
@@ -158,6 +159,42 @@ def test_an_operation_without_an_answer_ends_at_its_deadline() -> None:
     silent.answer.set()
     assert store.within(5.0).check(["key"])
     assert silent.asked == 2
+
+
+def test_a_store_that_owns_its_timeout_is_asked_in_the_calling_thread() -> None:
+    class EndsAtTimeout:
+        def set_timeout(self, timeout: timedelta) -> None:
+            self.timeout_s = timeout.total_seconds()
+
+        def check(self, keys: list[str]) -> bool:
+            self.thread = threading.current_thread()
+            if keys != ["key"]:
+                time.sleep(self.timeout_s)
+                raise dist.DistNetworkError("no answer")
+            return True
+
+    made = EndsAtTimeout()
+    store = BoundedStore(made, owns_timeout=True)
+    assert store.within(5.0).check(["key"]) and made.thread is threading.current_thread()
+    started = time.monotonic()
+    with pytest.raises(StoreSilentError, match="has not answered"):
+        store.within(0.2).check(["missing"])
+    assert 0.2 <= time.monotonic() - started < 1.0
+
+
+def test_a_job_in_a_helper_thread_ends_at_a_failure_of_the_store() -> None:
+    done, server = threading.Event(), dist.HashStore()
+
+    def job(store: BoundedStore) -> None:
+        store.set("key", "value")
+        try:
+            store.append("log", "")
+            raise dist.DistNetworkError("lost")
+        finally:
+            done.set()
+
+    BoundedStore(server).start(job)
+    assert done.wait(30.0) and server.get("key") == b"value"
 
 
 def test_a_death_ends_an_operation_without_an_answer() -> None:
