@@ -68,6 +68,7 @@ class HostMemory:
         self.waiting = (0, 0)
         self.attached = False
         self._slots = (0, 0)  # address and bytes of the whole pages in this rank's slots
+        self._is_suspended = False
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
         """The ranks of each host. Hosts are sorted by first rank."""
@@ -289,18 +290,22 @@ class HostMemory:
             native.load().ps_group_arena(self.collectives.number, True)
             for part in self._parts():
                 native.load().ps_unback(*part)
+            self._is_suspended = True
 
     def resume(self) -> str:
         """Allocates the memory that `suspend` gave back. Returns a text about missing memory, or an empty string."""
         if self.collectives is None or not native.load().ps_has_populate():
             return ""
         missing = sum(size for address, size in self._parts() if not native.load().ps_back(address, size, -1, 0))
+        self._is_suspended = missing > 0
         return f"no room for {max(1, missing >> 20)} MiB in {DIRECTORY}" if missing else ""
 
     def backed_bytes(self) -> dict[str, int]:
         if self.collectives is None:
             return {}
         slots, *rings = (native.load().ps_backed_bytes(*part) for part in self._parts())
+        if not self._is_suspended:
+            slots = self._slots[1]  # allocated, but perhaps not used yet, which the kernel reports as 0 bytes
         tensors = native.load().ps_group_arena(self.collectives.number, False)
         return {"slots_bytes": slots, "queues_bytes": sum(rings), "tensors_bytes": tensors}
 
@@ -376,7 +381,7 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
     """Allocates the buffers of `rank`, the calling rank, on its NUMA node. Rank 0 also allocates the rest of the mapped
-    memory.
+    memory. Huge pages are mapped now. Small ones are mapped at their first use: all 2 MiB of a rank would take 0.5 ms.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -384,7 +389,8 @@ def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int
         segment.allocate(start, leave_some=True)  # for messages and tensors
         segment.allocate(mapped_bytes(library, size) - last, last)
     segment.allocate(end - start, start, leave_some=True)
-    library.ps_back(address + start, end - start, segment.descriptor, start)
+    if settings.HUGE_PAGES.get():
+        library.ps_back(address + start, end - start, segment.descriptor, start)
 
 
 @functools.cache
