@@ -7,10 +7,14 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
 import parallel_state_plugins as plugins
+from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
+from parallel_state.compat import sglang
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = """
@@ -133,6 +137,67 @@ def test_a_platform_that_was_not_asked_for_is_in_the_log(
     caplog.clear()
     plugins.vllm_general()
     assert not caplog.records
+
+
+@pytest.fixture
+def sglangs(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, list[str]]:
+    """A module in place of SGLang's parallel_state, and the targets of the hooks that were applied to it."""
+    theirs, registry = ModuleType("sglang.srt.distributed.parallel_state"), ModuleType("hook_registry")
+    hooks: dict[str, Any] = {}
+    applied: list[str] = []
+
+    class HookRegistry:
+        @staticmethod
+        def register(target: str, hook: Any, kind: str) -> None:
+            assert kind == "replace" and target not in hooks
+            hooks[target] = hook
+
+        @staticmethod
+        def apply_hooks() -> None:
+            for target, hook in hooks.items():
+                if hasattr(theirs, target.rpartition(".")[2]):
+                    setattr(theirs, target.rpartition(".")[2], hook)
+                    applied.append(target)
+
+    theirs._WORLD, theirs.GroupCoordinator = None, type("GroupCoordinator", (), {})  # type: ignore[attr-defined]
+    registry.HookRegistry, registry.HookType = HookRegistry, SimpleNamespace(REPLACE="replace")  # type: ignore[attr-defined]
+    distributed = ModuleType("sglang.srt.distributed")
+    distributed.parallel_state = theirs  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    monkeypatch.setitem(sys.modules, theirs.__name__, theirs)
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", registry)
+    return theirs, applied
+
+
+def test_sglang_gets_this_librarys_groups_by_its_own_hooks(sglangs: tuple[ModuleType, list[str]]) -> None:
+    theirs, applied = sglangs
+    theirs.destroy_distributed_environment = None  # type: ignore[attr-defined]
+    for _ in range(2):
+        sglang.install()
+    assert sorted(applied) == [
+        f"{theirs.__name__}.{name}" for name in ("GroupCoordinator", "destroy_distributed_environment")
+    ]
+    assert theirs.GroupCoordinator is sglang.GroupCoordinator
+    assert theirs.destroy_distributed_environment is sglang.destroy_distributed_environment
+
+
+def test_sglangs_groups_are_not_replaced_once_they_exist(sglangs: tuple[ModuleType, list[str]]) -> None:
+    theirs, applied = sglangs
+    theirs._WORLD = "a group"  # type: ignore[attr-defined]
+    with pytest.raises(AlreadyInitializedError, match="already created its groups"):
+        sglang.install()
+    assert not applied
+
+
+def test_a_hook_that_sglang_does_not_apply_is_an_error(
+    sglangs: tuple[ModuleType, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry: Any = sys.modules["sglang.srt.plugins.hook_registry"]
+    monkeypatch.setattr(registry.HookRegistry, "apply_hooks", lambda: None)
+    with pytest.raises(UnsupportedError, match="didn't apply the hooks"):
+        sglang.install()
 
 
 def test_two_threads_find_the_platform_and_a_plug_in_that_asks_back_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,7 @@ def __getattr__(name: str) -> Any:
 def install() -> None:
     """Makes later imports of `megatron.core.parallel_state` in this process return this module. Idempotent.
 
+    Writes to `sys.modules`, because megatron-core (0.16.1, and main of August 2026) has no entry point for plug-ins.
     Raises UnsupportedError if megatron-core isn't installed. Raises AlreadyInitializedError if Megatron's own module is
     imported already.
     """

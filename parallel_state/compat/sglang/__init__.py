@@ -7,16 +7,15 @@
     sglang.initialize_model_parallel()
     x = sglang.tensor_model_parallel_all_reduce(x)
 
-Or call `sglang.install()` before the first import of SGLang. docs/compat.md lists the differences.
+Or call `sglang.install()` before SGLang creates its groups. docs/compat.md lists the differences.
 """
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta as timedelta
 from typing import Any
 
-from device_communicators.base.errors import AlreadyInitializedError
+from device_communicators.base.errors import AlreadyInitializedError, UnsupportedError
 from parallel_state.compat.sglang import communication_op, coordinator, dp_attention, parallel_state, utils
 from parallel_state.compat.sglang.context import ParallelContext as ParallelContext
 from parallel_state.compat.sglang.context import get_parallel as get_parallel
@@ -35,20 +34,28 @@ def __getattr__(name: str) -> Any:
 
 
 def install() -> None:
-    """Makes later imports of `sglang.srt.distributed` in this process return this library's modules. Idempotent.
+    """Makes SGLang in this process create this library's groups, by hooks of SGLang's plug-ins. Idempotent.
 
-    Raises AlreadyInitializedError if SGLang's modules are already imported.
+    Raises AlreadyInitializedError if SGLang has already created groups, and UnsupportedError if a hook isn't applied.
     """
-    places = {
-        f"sglang.srt.distributed.{part.__name__.rpartition('.')[2]}": part
-        for part in (parallel_state, communication_op, utils)
-    }
-    imported = [name for name, part in places.items() if sys.modules.get(name) not in (None, part)]
-    if imported:
-        raise AlreadyInitializedError(f"{', '.join(imported)} is already imported; call install() before that import")
-    sys.modules.update(places)
-    utils.logger.info("replaced %s by modules of %s", ", ".join(places), __name__)
+    from sglang.srt.distributed import parallel_state as theirs
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    ours = coordinator.GroupCoordinator
+    if theirs.GroupCoordinator is ours:
+        return
+    if theirs._WORLD is not None:
+        raise AlreadyInitializedError("SGLang has already created its groups; call install() before it does so")
+    for name in _HOOKED.split():
+        HookRegistry.register(f"{theirs.__name__}.{name}", getattr(parallel_state, name), HookType.REPLACE)
+    HookRegistry.apply_hooks()
+    if theirs.GroupCoordinator is not ours:
+        raise UnsupportedError(f"SGLang didn't apply the hooks of {__name__}; its log has the cause")
+    utils.logger.info("SGLang's groups are now those of %s", __name__)
+
+
+_HOOKED = "GroupCoordinator init_distributed_environment destroy_distributed_environment abort_distributed_environment"
+"""The names of SGLang's parallel_state that `install` replaces. SGLang's layout of ranks stays its own."""
 
 MISSING = reasons({
     "part of SGLang's scheduling of tokens, buffers and padding; SGLang's own module works over these groups": (

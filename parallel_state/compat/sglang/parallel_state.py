@@ -197,9 +197,6 @@ def model_parallel_is_initialized() -> bool:
 
 def destroy_model_parallel() -> None:
     """Destroys the parallel groups. Keeps the world group. Every rank must call this. Idempotent."""
-    bootstrap = sys.modules.get("sglang.srt.distributed.bootstrap")
-    if bootstrap is not None:  # SGLang's own bootstrap may run again in this process
-        bootstrap.reset_parallel_initialised()
     get_parallel().clear_stamp()
     made = {id(group): group for group in _made.values()}
     _made.clear()
@@ -268,27 +265,8 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: b
         for single in ("attn_dp", "attn_cp", "moe_ep"):
             values |= {f"{single}_size": 1, f"{single}_rank": 0}
         values |= {"attn_tp_group": tp_group, "attn_cp_group": None, "moe_ep_group": None, "moe_dp_size": 1}
-    with _replaced("tp_group", tp_group), _gather_slot(owns_attention), get_parallel().override(**values):
+    with _replaced("tp_group", tp_group), get_parallel().override(**values):
         yield
-
-
-@contextmanager
-def _gather_slot(owns_attention: bool) -> Iterator[None]:
-    """Keeps SGLang's gather slot unchanged within the block, if `owns_attention`. SGLang would otherwise compute the
-    slot from the block's group sizes.
-    """
-    theirs = sys.modules.get("sglang.srt.runtime_context")
-    flags = None if theirs is None else theirs.get_flags().dp
-    if flags is None or not owns_attention or not flags.enabled:
-        yield
-        return
-    saved = flags.scoped_gather_slot
-    if saved is None:
-        flags.scoped_gather_slot = sys.modules["sglang.srt.layers.dp_attention"].dp_gather_slot()
-    try:
-        yield
-    finally:
-        flags.scoped_gather_slot = saved
 
 
 @contextmanager
