@@ -282,7 +282,7 @@ def type_at() -> int:
 
 
 def tensor_at() -> int:
-    """Returns the offset of TensorImpl in a tensor object, or 0 if it varies."""
+    """Returns the offset of the pointer to TensorImpl in a Python tensor, or 0 if tensors differ in it."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):

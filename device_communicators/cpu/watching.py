@@ -240,7 +240,9 @@ class _Roll:
                 store.delete_key(self._key(each))
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns the missing ranks by bisection: one missing rank of 1,000 takes 20 requests."""
+        """Returns those of `ranks` without an entry in the attempt. Finds them by bisection: one missing rank of 1,000
+        takes 20 requests.
+        """
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2

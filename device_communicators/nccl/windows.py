@@ -279,7 +279,8 @@ class Windows:
         """Frees the windows. A window with tensors in use is kept, and freed when another group closes or needs a
         window.
 
-        If `deregistered` is False, aborted kernels can still use the memory, so no window is ever freed. Idempotent.
+        `deregistered` is False after an abort: aborted kernels can still use the memory, so no window is ever freed.
+        Idempotent.
         """
         self.problem = self.problem or "the group was closed"
         is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group

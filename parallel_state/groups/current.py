@@ -40,8 +40,8 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    For nodes created in an event loop, the task is unknown: their backward uses the groups that are current while it
-    runs.
+    Each task of an event loop can have its own current groups, but nodes don't show their task. The backward of such
+    nodes uses the groups that are current when it runs.
     """
 
     exist: ClassVar[bool] = False

@@ -54,7 +54,8 @@ class VirtualPipeline:
 class ParallelGroups:
     """This rank's groups for one model: one group of each kind in the layout, and the world that they divide.
 
-    Properties: `tp`, `pp`, `dp`; under fairseq2's names `root` (the world), `rdp` and `sdp`.
+    Properties: `tp`, `pp`, `dp`; under fairseq2's names `root` (the world), `rdp` (replicated data parallel) and `sdp`
+    (sharded data parallel).
     """
 
     layout: Layout

@@ -210,8 +210,8 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes the ranks' files and the pipe `leash`. When the pipe closes, the kernel kills ranks that still run
-        (see worker.py).
+        """Closes this process's handles and files of the ranks, and the pipe `leash`. When the pipe closes, the kernel
+        kills ranks that still run (see worker.py).
         """
         if not self._all_started:  # after a failed start only the kernel knows the processes
             self._leash_end.close()

@@ -1,10 +1,10 @@
 """Creates a `Layout` from sizes and an order.
 
-The layout has two numberings of the same ranks, like Megatron's two RankGenerators:
+The layout numbers the same ranks in two ways, like Megatron's two RankGenerators. Each way has its axes:
 
-- dense:   the given order, without `ep`;
-- experts: `etp` (expert tensor parallel) in place of `tp`, `efsdp` (expert data parallel) in place of `dp_shard`,
-  without axes that split a sequence.
+- dense layers: those of the given order, without `ep`;
+- expert layers: those of the given order, with `etp` (expert tensor parallel) in place of `tp`, and `efsdp` (expert
+  data parallel) in place of `dp_shard`, without axes that split a sequence.
 
 Up to three further numberings split an axis in two: `tp` by `dcp` (decode context parallel), `efsdp` by optimizer
 instances, `dp` by nodes.

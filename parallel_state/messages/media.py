@@ -1,6 +1,6 @@
-"""Carries messages through the compiled library, or as transfers (send, receive, broadcast).
+"""Carries messages through the compiled library, or by the group's calls send, recv and broadcast (*transfers*).
 
-Tensors on a device such as a GPU are always sent as transfers.
+Tensors on a device such as a GPU always go by transfers.
 """
 
 from __future__ import annotations
@@ -171,10 +171,8 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """Sends messages through `channels`.
-
-        `channels` is None if only the first ranks of hosts are connected to other hosts. Messages to one rank are then
-        sent as transfers.
+        """`channels` carries the messages to one rank. It is None if only the first ranks of hosts are connected to other
+        hosts. Then transfers over `route` carry these messages.
         """
         super().__init__(route)
         self.channels = channels

@@ -317,7 +317,8 @@ def _run(
 ) -> None:
     """Calls `op`, a torch op that sends or receives. Eager calls with plain CPU tensors use the messenger instead.
 
-    `began`: the start time of this call, if C++ attempted the call before.
+    `began`: the time when C++ code began this call and left it to Python, or 0. `method` is the call's name in errors.
+    `pieces`: the tensors to send, or to receive into.
     """
     if not _is_plain(pieces):
         op(pieces, token, spec.digest, peer, messenger.route.key)

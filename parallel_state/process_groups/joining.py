@@ -114,7 +114,9 @@ def _device_of(group: Any, backends: dict[str, str]) -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Compiles the native code, because compiling can take longer than deadlines. Removes leftovers in /dev/shm."""
+    """Compiles the native code before any deadline starts. Removes files in /dev/shm whose processes have exited. Does
+    nothing for a `world_size` of 1.
+    """
     from device_communicators.c10d import control_store, extension
     from device_communicators.cpu import native
     from device_communicators.cpu.segment import sweep

@@ -328,7 +328,7 @@ def _required(family: _Family, names: tuple[str, ...], env: Mapping[str, str], a
     fix = "RANK, LOCAL_RANK and WORLD_SIZE" if family is not _TORCHRUN else names[0]
     raise SettingError(
         f"{others} is set, but {' or '.join(names)} is not: set {fix}, or unset {', '.join(present) or 'it'} "
-        "to start without that launcher"
+        "to start without the launcher that set it"
     )
 
 

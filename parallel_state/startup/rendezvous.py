@@ -529,7 +529,9 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later start has opened another world. Rank 0 of this world is then about to exit."""
+        """Returns True if a later start has replaced the world `name` in the launcher's store. Rank 0, which serves the
+        store `world`, is then about to exit.
+        """
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
