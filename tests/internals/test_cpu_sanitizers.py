@@ -32,7 +32,7 @@ def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None 
     (folder / "empty.cpp").write_text("int main() {}\n")
     if _run([*compiler, *flags, str(folder / "empty.cpp"), "-o", folder / "empty"]).returncode != 0:
         pytest.skip(f"the compiler has no {flags[0]}")
-    names = ("cpu_ranks", "hosts_ranks", "transfers_ranks")
+    names = ("cpu_ranks", "hosts_ranks", "transfers_ranks", "matcher_explorer")
     sources = [*native_build.plain_recipe().sources, *(EMULATION / f"{name}.cpp" for name in names)]
     include = f"-I{sources[0].parent}"
     if weakened is not None:
@@ -60,19 +60,21 @@ def _built(folder: Path, flags: Sequence[str], weakened: tuple[str, str] | None 
 def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: str) -> None:
     programs = _built(tmp_path / "build", flags)
     options = {"ASAN_OPTIONS": "detect_leaks=1", "UBSAN_OPTIONS": "print_stacktrace=1", "TSAN_OPTIONS": "exitcode=66"}
+    arguments = {"matcher_explorer": ["--receives", "2"], "transfers_ranks": []}
     for name, program in programs.items():
-        done = _run([program, *([] if name == "transfers_ranks" else [ranks])], **options)
+        done = _run([program, *arguments.get(name, [ranks])], **options)
         if "unexpected memory mapping" in done.stderr:
             pytest.skip("this kernel's address layout is not one that ThreadSanitizer knows")
         assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
-        assert " checks, 0 wrong" in done.stdout
+        assert (", all holds" if name == "matcher_explorer" else " checks, 0 wrong") in done.stdout
         assert "Sanitizer" not in done.stderr and "runtime error" not in done.stderr, done.stderr[:5000]
 
 
 def test_ranks_of_several_hosts(tmp_path: Path) -> None:
     """Without a sanitizer many more programs run. Bounds the system calls of a call, too."""
     programs = _built(tmp_path / "build", ("-O2",))
-    for command in (["hosts_ranks", "processes", "1", "100"], ["transfers_ranks", "1", "100"]):
+    commands = (["cpu_ranks", "calls"], ["hosts_ranks", "processes", "1", "100"], ["transfers_ranks", "1", "100"])
+    for command in commands:
         done = _run([programs[command[0]], *command[1:]])
         assert done.returncode == 0, (done.stdout + done.stderr)[:5000]
         assert " checks, 0 wrong" in done.stdout

@@ -2,9 +2,15 @@
 //
 //   cpu_ranks processes   each rank is a process: for AddressSanitizer and UndefinedBehaviorSanitizer
 //   cpu_ranks threads     each rank is a thread over one mapping: ThreadSanitizer sees all accesses
-#include <sys/mman.h>
-#include <sys/wait.h>
+//   cpu_ranks calls       without sanitizers: counts the system calls of collectives of 8 KiB
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -161,12 +167,14 @@ void reductions(const World& world, std::uint64_t group, Dtype dtype, std::size_
             return self.all_reduce(out.data(), in.data(), count, dtype, op, limit);
           }) == Status::kDone);
   }
-  std::vector<T> in_place = in;
-  CHECK(run(group, all,
-            [&](Group& self, double limit) {
-              return self.all_reduce(in_place.data(), in_place.data(), count, dtype, ReduceOp::kSum, limit);
-            }) == Status::kDone &&
-        is_sum(in_place.data(), count));
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kTreeSum}) {
+    std::vector<T> in_place = in;
+    CHECK(run(group, all,
+              [&](Group& self, double limit) {
+                return self.all_reduce(in_place.data(), in_place.data(), count, dtype, op, limit);
+              }) == Status::kDone &&
+          is_sum(in_place.data(), count));
+  }
   CHECK(run(group, scattered,
             [&](Group& self, double limit) {
               return self.reduce_scatter(out.data(), whole.data(), 1, count, dtype, ReduceOp::kSum, limit);
@@ -1060,9 +1068,92 @@ void packed_objects() {
   }
 }
 
+std::atomic<long>* refused = nullptr;
+
+// From here on this process counts and doesn't run system calls other than `allowed` and its exit.
+void refuse_system_calls(std::vector<long> allowed) {
+  struct sigaction action{};
+  action.sa_handler = [](int) { ++*refused; };
+  sigaction(SIGSYS, &action, nullptr);
+  std::vector<sock_filter> filter{BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr))};
+  allowed.insert(allowed.end(), {SYS_rt_sigreturn, SYS_exit_group});
+  for (const long number : allowed) {
+    filter.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<unsigned>(number), 0, 1));
+    filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
+  }
+  filter.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP));
+  const sock_fprog program{static_cast<unsigned short>(filter.size()), filter.data()};
+  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
+    std::abort();
+  }
+}
+
+// Of two ranks with a core each there are none. Two ranks on one core only yield and sleep.
+void system_calls() {
+  constexpr int kPair = 2, kCalls = 100;
+  constexpr std::size_t kBytes = 8192;
+  const World world{-1, {}};
+  cpu_set_t usable;
+  sched_getaffinity(0, sizeof usable, &usable);
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &usable)) cores.push_back(core);
+  }
+  for (std::size_t used = 1; used <= std::min<std::size_t>(cores.size(), kPair); ++used) {
+    const File segment(Handle::segment_bytes(kPair)), counts(4096);
+    refused = static_cast<std::atomic<long>*>(counts.shared);
+    auto* const right = refused + 1;
+    const auto body = [&](int rank) {
+      cpu_set_t own;
+      CPU_ZERO(&own);
+      CPU_SET(cores[static_cast<std::size_t>(rank) % used], &own);
+      sched_setaffinity(0, sizeof own, &own);
+      WaitPolicy policy;
+      policy.spin_ns = used == 1 ? 2000 : static_cast<std::int64_t>(kTimeoutS * 1e9);
+      policy.yields = used == 1 ? 5 : 0;
+      const std::uint64_t group =
+          keep(std::make_shared<Handle>(segment.mapping(), segment.bytes, rank, kPair, policy, kTimeoutS));
+      std::vector<char> in(kBytes, 1), out(kPair * kBytes);
+      const auto call = [&] {
+        const std::array<Status, 3> found{
+            run(group, told(16, kBytes),
+                [&](Group& self, double limit) { return self.all_gather(out.data(), in.data(), 1, kBytes, limit); }),
+            run(group, told(32, kBytes, 0),
+                [&](Group& self, double limit) { return self.broadcast(out.data(), kBytes, 0, limit); }),
+            run(group, told(8, kBytes), [&](Group& self, double limit) {
+              return self.all_reduce(out.data(), in.data(), kBytes, Dtype::kUint8, ReduceOp::kSum, limit);
+            })};
+        *right += found == std::array<Status, 3>{} && out[kBytes - 1] == kPair;
+      };
+      call();
+      refuse_system_calls(used == 1 ? std::vector<long>{SYS_sched_yield, SYS_futex, SYS_membarrier}
+                                    : std::vector<long>{});
+      for (int number = 0; number < kCalls; ++number) call();
+      _exit(0);
+    };
+    std::vector<pid_t> children;
+    for (int rank = 0; rank < kPair; ++rank) {
+      children.push_back(fork());
+      if (children.back() == 0) body(rank);
+    }
+    for (const pid_t pid : children) {
+      int status = 0;
+      waitpid(pid, &status, 0);
+      CHECK(status == 0);
+    }
+    CHECK(*right == kPair * (1 + kCalls));
+    CHECK(*refused == 0);
+  }
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
+  if (std::string(arguments[1]) == "calls") {
+    system_calls();
+    std::printf("%ld checks, %ld wrong\n", calls.load(), wrong.load());
+    return wrong != 0;
+  }
   as_threads = std::string(arguments[1]) == "threads";
   hostile_bytes();
   const std::size_t segment_bytes = Handle::segment_bytes(kRanks);
