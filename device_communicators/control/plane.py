@@ -381,8 +381,8 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the control plane's last events, 32 to 64 KiB, or b"" if there was no memory for them. The events can contain secret
-        tokens that were passed to `agree`.
+        """Returns the control plane's last events, 32 to 64 KiB, or b"" if there was no memory for them. The events
+        can contain secret tokens that were passed to `agree`.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 

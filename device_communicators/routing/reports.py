@@ -76,8 +76,8 @@ def _peers_to_ask(context: GroupContext) -> list[int]:
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to the text of `failure` what other ranks are doing. Asks at most MOST_ASKED ranks, the suspects of `failure`
-    first. `operation` is the call that failed, if known.
+    """Adds to the text of `failure` what other ranks are doing. Asks at most MOST_ASKED ranks, first the suspects of
+    `failure`. `operation` is the call that failed, if known.
     """
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]

@@ -171,8 +171,8 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels` carries the messages to one rank. It is None if only the first ranks of hosts are connected to other
-        hosts. Then transfers over `route` carry these messages.
+        """`channels` carries the messages to one rank. It is None if only the first ranks of hosts are connected to
+        other hosts. Then transfers over `route` carry these messages.
         """
         super().__init__(route)
         self.channels = channels
