@@ -79,6 +79,11 @@ def find(target: str) -> Job:
     answers = {pid: answer for pid, (answer, _) in described.items()}
     chosen = _pids_of(target, pids)
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
+    if not job and (silent := sorted(chosen & set(pids))):
+        raise LookupError(
+            f"no rank of {target!r} answered within {_ANSWER_S:g} s; repeat the command. "
+            + "; ".join(f"pid {pid}: {condition_of(pid) or 'not stopped'}" for pid in silent[:MOST_SHOWN])
+        )
     if not job:
         names = f"; PIDs of ranks here: {', '.join(map(str, pids))}" if pids else ""
         raise LookupError(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,11 @@ def test_the_log_and_live_debug_name_the_missing_ranks(capsys: pytest.CaptureFix
             for each in (0, 2):
                 assert f"rank {each} (pid {ranks[each].pid}) is at start, waiting for ranks [1, 3] of 4, at " in out
             assert "rank 1 has not arrived" in out and "rank 3 has not arrived" in out
+        for process in ranks.values():
+            process.send_signal(signal.SIGSTOP)
+        assert main(["debug", "--live", str(ranks[2].pid)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"no rank of '{ranks[2].pid}' answered within ") and "stopped by a signal" in said
     finally:
         for process in ranks.values():
             process.kill()
