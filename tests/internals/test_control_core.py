@@ -107,6 +107,11 @@ def test_ranks_that_leave_right_after_a_verdict_got_the_same(ranks: int, seeds: 
     _check("simulator", ("--ranks", ranks, "--fault", "depart", "--seeds", 10 * seeds if LONG else seeds))
 
 
+def test_the_heartbeat_limit_does_not_restart_with_a_new_lead() -> None:
+    """A host is powered off, then the lead of the other host dies."""
+    _check("simulator", ("--ranks", 16, "--hosts", 2, "--fault", "new_lead", "--seeds", 3000 if LONG else 300))
+
+
 def test_a_seed_replays() -> None:
     first, second = (_run(_program("simulator"), "--seed", 7, "--ranks", 8, "--trace") for _ in range(2))
     assert first.stdout == second.stdout
@@ -242,6 +247,10 @@ FAULTS = [
     pytest.param(
         "core.cpp", "  publish();  // a farewell", "  // a farewell", [("cases", ())],
         "farewell_that_arrives_meanwhile\n  line", id="a leaver keeps to itself who left meanwhile",
+    ),
+    pytest.param(
+        "core.cpp", "if (leads && !leading_) silences_ =", "if (false) silences_ =", _simulated("new_lead", 16, 2, 300),
+        "know", id="the heartbeat limit restarts with a new lead",
     ),
 ]  # fmt: skip
 

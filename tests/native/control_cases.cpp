@@ -640,6 +640,37 @@ void a_death_before_the_farewell_of_the_lead() {
   CHECK(world.find(Action::kDial) != nullptr);
 }
 
+void a_new_lead_goes_on_with_the_silence_that_the_old_one_published() {
+  for (const bool is_published : {true, false}) {
+    World world({2, 1}, 1);
+    Event board = event_of(Event::kBoard, -1, proc_of(0));
+    Writer writer;
+    writer.number(0U).number(is_published ? 1U : 0U);
+    if (is_published) writer.number(std::uint32_t{1}).number(world.now).number(world.now);
+    board.bytes = writer.take();
+    world.step(board);
+    world.pass(15 * kSecond, {proc_of(0)});
+    world.step(event_of(Event::kEnded, -1, proc_of(0)));
+    world.pass(4 * kSecond);
+    CHECK(!world.knows(2, kUnreachable));
+    world.pass(2 * kSecond);
+    CHECK(world.knows(2, kUnreachable) == is_published);
+  }
+}
+
+void a_lead_publishes_that_a_domain_is_silent() {
+  World world({2, 1});
+  world.accept(3, 2);
+  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  world.pass(kSecond, {proc_of(1)});
+  CHECK(world.find(Action::kBoard) == nullptr);
+  world.pass(kSecond, {proc_of(1)});
+  CHECK(world.find(Action::kBoard) != nullptr && world.find(Action::kBoard)->bytes.size() == 4 + 4 + 4 + 8 + 8);
+  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  world.pass(kSecond / 2, {proc_of(1)});
+  CHECK(world.find(Action::kBoard) != nullptr && world.find(Action::kBoard)->bytes.size() == 4 + 4);
+}
+
 void a_stranger_that_holds_the_token_is_closed() {
   World world({1, 1});
   world.accept(3, 8);
@@ -943,6 +974,8 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_limit_has_several_beats),
     CASE(a_clock_that_goes_back_ends_nothing),
     CASE(a_death_before_the_farewell_of_the_lead),
+    CASE(a_new_lead_goes_on_with_the_silence_that_the_old_one_published),
+    CASE(a_lead_publishes_that_a_domain_is_silent),
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
     CASE(dials_that_are_refused_once_the_connection_broke_are_exits),

@@ -96,7 +96,8 @@ const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host",
                                "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
                                "delay",   "relay",     "fail",      "pause_two", "status"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
-// "depart" is given by name only: each rank leaves within 1 ms of its verdict.
+// By name only: "depart": each rank leaves within 1 ms of its verdict. "new_lead": a host is powered off, and another's
+// lead dies before the limit.
 
 class Simulator {
  public:
@@ -222,6 +223,14 @@ class Simulator {
         up_[host] = false;
         for (const int each : on_host_[host]) kill(each);
       });
+    }
+    if (name == "new_lead") {
+      at(when, [=] {
+        up_[host] = false;
+        for (const int each : on_host_[host]) kill(each);
+      });
+      const int other = on_host_[static_cast<std::size_t>((host + 1) % hosts_)].front();
+      at(when + 3 * config_.beat + random_.below(config_.limit - 3 * config_.beat), [=] { kill(other); });
     }
     if (name == "partition" || name == "one_way" || name == "short_cut") {
       std::vector<int> side;
@@ -883,7 +892,7 @@ class Simulator {
     const bool calm = std::none_of(faults_.begin(), faults_.end(), [](const std::string& name) {
       return name == "pause" || name == "pause_lead" || name == "pause_host" || name == "partition" ||
              name == "one_way" || name == "short_cut" || name == "power_off" || name == "clock" || name == "large" ||
-             name == "pause_two" || name == "slow" || name == "depart";
+             name == "pause_two" || name == "slow" || name == "depart" || name == "new_lead";
     });
     if (verdict.kind == Verdict::kUndecided && calm && !processes_[rank].declared && processes_[rank].leaves_by < 0) {
       fail("rank " + std::to_string(rank) + ": agreement " + action.key.purpose + " is undecided without a reason");

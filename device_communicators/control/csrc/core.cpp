@@ -24,20 +24,20 @@ std::uint64_t state_digest(const Ends& ends) {
   return digest;
 }
 
-Bytes encode(const Ends& ends) {
+template <typename T>
+Bytes encode(const T& value) {
   Writer writer;
-  put(&writer, ends);
+  put(&writer, value);
   return writer.take();
 }
 
-bool decode(const Bytes& bytes, Ends* ends) {
-  Reader reader(bytes, kMostTextBytes);
-  get(&reader, ends);
+bool decode(Reader* reader, Ends* ends) {
+  get(reader, ends);
   Proc last = 0;
   for (const auto& [proc, end] : *ends) {
     if (std::exchange(last, proc) >= proc || end.flags == 0 || (end.flags & ~kAllFlags) != 0) return false;
   }
-  return reader.finished();
+  return reader->ok();
 }
 
 bool covers(const End& one, const End& other) {
@@ -115,19 +115,7 @@ void Core::handle(const Event& event) {
       if (found != links_.end()) found->second.sign = std::max(found->second.sign, now_ - event.age);
       break;
     }
-    case Event::kBoard: {
-      Ends ends;
-      if (!decode(event.bytes, &ends)) break;
-      // One farewell of a domain's first process can report both processes.
-      const auto has_left = [&](Proc proc) {
-        const auto at = std::lower_bound(ends.begin(), ends.end(), proc, is_before);
-        return at != ends.end() && at->first == proc && at->second.flags == kLeft;
-      };
-      const bool is_first = roster_ != nullptr && event.proc == proc_at(own_domain().front());
-      farewell_sent_ = farewell_sent_ || (is_first && has_left(event.proc) && has_left(self_));
-      join(ends, Source::kBoard);
-      break;
-    }
+    case Event::kBoard: on_board(event); break;
     case Event::kBeats:
       beats_asked_ = std::max(beats_asked_ - 1, 0);
       for (const Proc proc : event.procs) {
@@ -235,10 +223,50 @@ std::vector<int> Core::lost_by(const Action& end) const {
   return lost;
 }
 
+void Core::on_board(const Event& event) {
+  Reader reader(event.bytes, kMostTextBytes);
+  Ends ends;
+  std::vector<Silence> silences;
+  if (!decode(&reader, &ends)) return;
+  const bool leads = !reader.finished();
+  if (leads) get(&reader, &silences);
+  if (!reader.finished()) return;
+  for (Silence& each : silences) each.sign = own_time(each.sign), each.heard = own_time(each.heard);
+  if (leads && !leading_) silences_ = std::move(silences);
+  // One farewell of a domain's first process can report both processes.
+  const auto has_left = [&](Proc proc) {
+    const auto at = std::lower_bound(ends.begin(), ends.end(), proc, is_before);
+    return at != ends.end() && at->first == proc && at->second.flags == kLeft;
+  };
+  const bool is_first = roster_ != nullptr && event.proc == proc_at(own_domain().front());
+  farewell_sent_ = farewell_sent_ || (is_first && has_left(event.proc) && has_left(self_));
+  join(ends, Source::kBoard);
+}
+
+void Core::note_silences() {
+  std::vector<Silence> silences;
+  for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
+    const auto& [sign, heard] = std::tie(watches_[domain].sign, watches_[domain].heard);
+    const auto& indices = roster_->domains[domain];
+    if (now_ - heard <= config_.beat * 3 / 2 || &indices == &own_domain() || all_gone(indices)) continue;
+    silences.push_back({static_cast<int>(domain), sign, heard});
+  }
+  if (encode(silences) == encode(silences_)) return;
+  silences_ = std::move(silences);
+  unpublished_ = true;
+}
+
 void Core::publish() {
   publish_at_once_ = false;
-  if (unpublished_ && !is_alone()) act(Action::kBoard).bytes = encode(ends_);
-  unpublished_ = unpublished_ && is_alone();
+  if (is_alone()) return;
+  if (leading_) note_silences();
+  if (!std::exchange(unpublished_, false)) return;
+  Writer writer;
+  put(&writer, ends_);
+  std::vector<Silence> silences = silences_;
+  for (Silence& each : silences) each.sign -= skew_, each.heard -= skew_;
+  if (leading_) put(&writer, silences);
+  act(Action::kBoard).bytes = writer.take();
 }
 
 void Core::flood() {
@@ -453,8 +481,9 @@ bool Core::on_frame(int connection, const Frame& frame) {
       return reader.finished();
     }
     case FrameKind::kState: {
+      Reader reader(frame.body, kMostTextBytes);
       Ends ends;
-      if (!decode(frame.body, &ends)) return false;
+      if (!decode(&reader, &ends) || !reader.finished()) return false;
       link.peer_digest = state_digest(ends);
       join(ends, Source::kPeer);
       return true;
@@ -593,6 +622,10 @@ void Core::excuse(Nanos late) {
     shift(&watch.heard, config_.limit);
     if (watch.hunt >= 0) watch.hunt = now_;
   }
+  for (Silence& each : silences_) {
+    shift(&each.sign, config_.limit);
+    shift(&each.heard, config_.limit);
+  }
   const Nanos soon = now_ + config_.settle;
   for (auto& [key, round] : rounds_) {
     if (round.deadline < soon) round.deadline = soon;
@@ -649,6 +682,13 @@ void Core::start_leading() {
                                      : now_ + config_.patience;
     watch.sign = watch.heard = now_;
   }
+  const Nanos earliest = now_ - config_.limit + config_.patience;  // a domain that lives answers until then
+  for (const Silence& each : silences_) {
+    if (each.domain < 0 || each.domain >= static_cast<int>(watches_.size())) continue;
+    watches_[each.domain].sign = std::clamp(each.sign, earliest, now_);
+    watches_[each.domain].heard = std::clamp(each.heard, earliest, now_);
+    start_hunt(each.domain);
+  }
 }
 
 // The connection counts as silent unless the peer answers within `settle`.
@@ -695,7 +735,8 @@ void Core::tend_domains(bool ticked) {
   const bool leads = is_lead();
   if (leads && !leading_) start_leading();
   if (leads) led_ = now_;
-  leading_ = leads || may_not_yield();
+  const bool led = std::exchange(leading_, leads || may_not_yield());
+  if (led && !leading_) silences_.clear();  // all domains answered
   if (!leading_) return;
   for (const int index : own_domain()) {
     if (ticked && index != me_ && !is_gone(proc_at(index)) && is_stale(index)) {

@@ -281,6 +281,13 @@ class Core {
     PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
   };
 
+  // A lead publishes since when other domains are silent, so that the next lead doesn't measure from zero.
+  struct Silence {
+    int domain = 0;
+    Nanos sign = 0, heard = 0;
+    PARALLEL_STATE_FIELDS(domain, sign, heard)
+  };
+
   // A member's index is its ballot.
   struct Round {
     std::vector<Proc> members;
@@ -337,6 +344,8 @@ class Core {
   void report(Proc proc, std::uint8_t flags, const std::string& text);
   void join(const Ends& other, Source source);
   void announce(Proc proc, const End& end, const End& before);
+  void on_board(const Event& event);
+  void note_silences();
   void publish();
   void flood();
 
@@ -443,6 +452,7 @@ class Core {
   bool leading_ = false;
   Nanos led_ = 0;
   std::vector<Watch> watches_;
+  std::vector<Silence> silences_;  // last published by the lead
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
   std::vector<Nanos> seen_;  // last move of each board beat, by place in the domain
@@ -455,7 +465,8 @@ class Core {
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
                         farewell_sent_, left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_,
-                        world_, leading_, led_, watches_, links_, peers_, seen_, rounds_, questions_, refused_)
+                        world_, leading_, led_, watches_, silences_, links_, peers_, seen_, rounds_, questions_,
+                        refused_)
 };
 
 }  // namespace parallel_state::control
