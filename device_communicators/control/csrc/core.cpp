@@ -231,7 +231,10 @@ void Core::on_board(const Event& event) {
   const bool leads = !reader.finished();
   if (leads) get(&reader, &silences);
   if (!reader.finished()) return;
-  for (Silence& each : silences) each.sign = own_time(each.sign), each.heard = own_time(each.heard);
+  for (Silence& each : silences) {
+    each.sign = std::min(own_time(each.sign), now_);
+    each.heard = std::min(own_time(each.heard), now_);
+  }
   if (leads && !leading_) silences_ = std::move(silences);
   // One farewell of a domain's first process can report both processes.
   const auto has_left = [&](Proc proc) {
@@ -682,11 +685,12 @@ void Core::start_leading() {
                                      : now_ + config_.patience;
     watch.sign = watch.heard = now_;
   }
-  const Nanos earliest = now_ - config_.limit + config_.patience;  // a domain that lives answers until then
+  // A living domain gets `patience` to answer.
+  const Nanos earliest = now_ - std::max<Nanos>(config_.limit - config_.patience, 0);
   for (const Silence& each : silences_) {
     if (each.domain < 0 || each.domain >= static_cast<int>(watches_.size())) continue;
-    watches_[each.domain].sign = std::clamp(each.sign, earliest, now_);
-    watches_[each.domain].heard = std::clamp(each.heard, earliest, now_);
+    watches_[each.domain].sign = std::max(each.sign, earliest);
+    watches_[each.domain].heard = std::max(each.heard, earliest);
     start_hunt(each.domain);
   }
 }
