@@ -35,7 +35,7 @@ class ProcessLiveness final : public Losses {
     for (std::size_t end = 0; end < processes_.size(); ++end) {
       if (has_ended(processes_[end])) return Loss(static_cast<int>(end));
     }
-    return {};
+    return Loss();
   }
   bool watch(Sleep*) const override {
     return std::none_of(processes_.begin(), processes_.end(), [](const Process& each) { return each.pid > 0; });
