@@ -28,27 +28,33 @@ namespace parallel_state {
 namespace {
 
 template <typename Op>
-const auto& find_op(const char* space) {
+const auto& find_op() {
   static const auto found = c10::Dispatcher::singleton()
-                                .findSchemaOrThrow((std::string(space) + "::" + Op::kName).c_str(), "")
+                                .findSchemaOrThrow((std::string("parallel_state::") + Op::kName).c_str(), "")
                                 .template typed<typename Op::Signature>();
   return found;
 }
 
 thread_local double began_s = 0;
 
-// Cold: without it, each op has its own copy of the dispatcher's code.
+template <typename Signature>
+struct PythonOp;
+
 template <typename Result, typename... Arguments>
-[[gnu::cold, gnu::noinline]] Result call_python(const c10::TypedOperatorHandle<Result(Arguments...)>& op,
-                                                std::type_identity_t<Arguments>... arguments) {
-  const Repetition repetition{std::exchange(began_s, 0)};
-  return op.call(std::forward<Arguments>(arguments)...);
-}
+struct PythonOp<Result(Arguments...)> {
+  // Boxed, as Python's kernels need it: a call with types has several times the code.
+  [[gnu::cold, gnu::noinline]] static Result call(const char* name, Arguments... arguments) {
+    const Repetition repetition{std::exchange(began_s, 0)};
+    torch::jit::Stack stack = c10::impl::boxArgs<Arguments...>(std::forward<Arguments>(arguments)...);
+    const std::string full = std::string("parallel_state_python::") + name;
+    c10::Dispatcher::singleton().findSchemaOrThrow(full.c_str(), "").callBoxed(&stack);
+    if constexpr (!std::is_void_v<Result>) return c10::impl::PopResult<Result>::call(stack);
+  }
+};
 
 template <typename Op, typename... Arguments>
 decltype(auto) in_python(Arguments&&... arguments) {
-  struct Twin : Op {};
-  return call_python(find_op<Twin>("parallel_state_python"), std::forward<Arguments>(arguments)...);
+  return PythonOp<typename Op::Signature>::call(Op::kName, std::forward<Arguments>(arguments)...);
 }
 
 template <typename Call>
@@ -382,7 +388,7 @@ template <typename Op, typename Result, typename X, typename... Arguments>
 struct Autograd<Op, Result(X, Arguments...)> {
   static Result run(c10::DispatchKeySet keys, X x, Arguments... arguments) {
     if (wants_gradient(x)) return in_python<Op>(x, arguments...);
-    const auto& op = find_op<Op>("parallel_state");
+    const auto& op = find_op<Op>();
     if constexpr (std::is_void_v<Result>) {
       op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
       constexpr bool writes = string_view(Op::kName).back() == '_';
@@ -400,7 +406,7 @@ template <typename Op, typename... Arguments>
 struct AutogradInto<Op, void(const Tensor&, Tensor&, Tensor&, Arguments...)> {
   static void run(c10::DispatchKeySet keys, const Tensor& x, Tensor& token, Tensor& out, Arguments... arguments) {
     if (wants_gradient(x) || wants_gradient(out)) return in_python<Op>(x, token, out, arguments...);
-    find_op<Op>("parallel_state").redispatch(keys & c10::after_autograd_keyset, x, token, out, arguments...);
+    find_op<Op>().redispatch(keys & c10::after_autograd_keyset, x, token, out, arguments...);
     if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
   }
 };
@@ -411,15 +417,15 @@ std::tuple<Tensor, Tensor> AllReduceAddRmsNorm::differentiable(c10::DispatchKeyS
   if (wants_gradient(x) || wants_gradient(residual) || wants_gradient(weight)) {
     return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
   }
-  return find_op<AllReduceAddRmsNorm>("parallel_state")
-      .redispatch(keys & c10::after_autograd_keyset, x, token, residual, weight, eps, group);
+  return find_op<AllReduceAddRmsNorm>().redispatch(keys & c10::after_autograd_keyset, x, token, residual, weight, eps,
+                                                   group);
 }
 
 template <typename Op>
 void list_on_autograd(c10::DispatchKeySet keys, at::TensorList x, Tensor& token, string_view form, std::int64_t peer,
                       string_view group) {
   if (wants_gradient(x)) return in_python<Op>(x, token, form, peer, group);
-  find_op<Op>("parallel_state").redispatch(keys & c10::after_autograd_keyset, x, token, form, peer, group);
+  find_op<Op>().redispatch(keys & c10::after_autograd_keyset, x, token, form, peer, group);
   if (string_view(Op::kName).back() != '_') return;
   for (const Tensor& each : x) {
     if (!each.is_inference()) each.unsafeGetTensorImpl()->bump_version();
