@@ -89,7 +89,7 @@ def recipe() -> Recipe:
     return Recipe(
         'the backend "parallel_state" of torch.distributed',
         f"_c10d_torch{native_build.torch_minor()}.{version}.so",
-        (Unit(sources, ("-O1",)),),
+        (Unit(sources, ("-O1", *native_build.WITH_TORCH)),),
         folders=(*native_build.FOLDERS, SOURCES, LEAN / "ATen"),
         usual_cpu_s=25.0,
         **flags,

@@ -40,6 +40,10 @@ _TOGETHER = (
 """Each row is one unit: optimization level and files, the slowest unit first. Names in unnamed namespaces must differ
 within a row.
 """
+WITH_TORCH = ("--param", "ggc-min-heapsize=1000000")
+"""Flags of a unit that includes torch's headers: GCC collects its garbage only when it uses 1 GB. A collection walks all
+of torch's headers.
+"""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
 
@@ -117,7 +121,7 @@ def full_recipe() -> Recipe:
     return Recipe(
         "the shared-memory collectives and ops",
         f"_native_torch{torch_minor()}.so",
-        (Unit(sources, ("-O2",)),),
+        (Unit(sources, ("-O2", *WITH_TORCH)),),
         base=objects_recipe(),
         usual_cpu_s=14.0,
         **flags,
