@@ -165,6 +165,7 @@ def test_different_orders_are_a_mismatch(
 
 
 def _compiled(backend: str) -> None:
+    torch._dynamo.reset()
     group = ps.get_tp_group()
     xs = [real_numbers(Form((8, 500)), torch.float32, rank) for rank in range(group.world_size)]
 
@@ -180,6 +181,11 @@ def _compiled(backend: str) -> None:
 
 def test_compiled_code_has_the_same_bits(pools: Pools) -> None:
     pools(4).run(_compiled, "aot_eager", tp=4, timeout_s=DEADLINE_S)
+
+
+@pytest.mark.slow
+def test_inductor_has_the_same_bits(pools: Pools) -> None:
+    pools(2).run(_compiled, "inductor", tp=2, timeout_s=300)
 
 
 def _gradients() -> None:
