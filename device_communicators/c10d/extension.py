@@ -91,6 +91,6 @@ def recipe() -> Recipe:
         f"_c10d_torch{native_build.torch_minor()}.{version}.so",
         (Unit(sources, ("-O1", *native_build.WITH_TORCH)),),
         folders=(*native_build.FOLDERS, SOURCES, LEAN / "ATen"),
-        usual_cpu_s=25.0,
+        usual_cpu_s=36.0,
         **flags,
     )

@@ -41,8 +41,8 @@ _TOGETHER = (
 within a row.
 """
 WITH_TORCH = ("--param", "ggc-min-heapsize=1000000")
-"""Flags of a unit that includes torch's headers: GCC collects its garbage only when it uses 1 GB. A collection walks all
-of torch's headers.
+"""Flags of a unit that includes torch's headers: GCC collects garbage only when it uses 1 GB, because each collection
+walks all of torch's headers.
 """
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
@@ -106,7 +106,7 @@ def objects_recipe() -> Recipe:
     units = [Unit(tuple(files.pop(name) for name in names.split()), (level,)) for level, names in _TOGETHER]
     units += [Unit((path,)) for path in files.values()]
     flags = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=1")
-    return Recipe("the objects without torch", "_native_objects.o", tuple(units), flags, usual_cpu_s=35.0)
+    return Recipe("the objects without torch", "_native_objects.o", tuple(units), flags, usual_cpu_s=106.0)
 
 
 def plain_recipe() -> Recipe:
@@ -123,7 +123,7 @@ def full_recipe() -> Recipe:
         f"_native_torch{torch_minor()}.so",
         (Unit(sources, ("-O2", *WITH_TORCH)),),
         base=objects_recipe(),
-        usual_cpu_s=14.0,
+        usual_cpu_s=22.0,
         **flags,
     )
 
