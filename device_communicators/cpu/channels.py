@@ -53,9 +53,7 @@ class QueueMemory:
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Allocates memory. Raises OSError if /dev/shm is full. Without this call, a later write could kill the
-        process.
-        """
+        """Allocates memory. Raises OSError if /dev/shm is full: a later write could kill the process."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -75,7 +73,7 @@ class QueueMemory:
 
 
 TENSORS, MESSAGES = 0, 1
-"""Kinds of messages: plain tensors; objects and tensor dicts."""
+"""Plain tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
 """Bytes per chunk, and chunks per queue. A message of 2 MiB takes 1.15 times as long with chunks of 64 KiB, and twice

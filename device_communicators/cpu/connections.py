@@ -42,7 +42,7 @@ _SECOND_PROBE_S = 0.4
 class Meeting(NamedTuple):
     members: GroupMember
     gather: Callable[[bytes], list[bytes]]
-    """Returns the bytes that each rank passed. Every rank must call this function."""
+    """Returns each rank's bytes. Every rank must call this."""
     watcher: Watcher
     watched: Sequence[int]
     """Global ranks whose death ends the wait for connections."""
@@ -53,7 +53,7 @@ class Meeting(NamedTuple):
 
 
 class Connections:
-    """TCP connections by peer rank. The two ranks of a pair list their connections in the same order."""
+    """By peer rank. The two ranks of a pair list their connections in the same order."""
 
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int

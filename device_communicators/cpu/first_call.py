@@ -44,7 +44,6 @@ def check(library: Any) -> None:
 
 
 def find_wrap() -> int | None:
-    """Returns the address of THPVariable_Wrap, or None."""
     import torch
 
     try:

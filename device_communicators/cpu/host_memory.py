@@ -55,7 +55,7 @@ def prepare() -> None:
 
 
 class HostMemory:
-    """A group's shared memory and connections. All ranks must call `attach` once."""
+    """A group's shared memory and connections."""
 
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
         """`neighbours`: core masks of all ranks on this host, if some are outside of the group."""
@@ -63,7 +63,7 @@ class HostMemory:
         self.cores: tuple[int, ...] = ()
         self.areas: tuple[cores.Area, ...] = ()
         self.area_ranks = 0
-        """Number of ranks per NUMA node or shared cache. If 0, collectives ignore nodes and caches."""
+        """Ranks per NUMA node or shared cache. If 0, collectives ignore nodes and caches."""
         self._neighbours = tuple(neighbours)
         self.waiting = (0, 0)
         self.attached = False
@@ -71,13 +71,13 @@ class HostMemory:
         self._is_suspended = False
         self._address: str | None = None
         self.hosts: tuple[tuple[int, ...], ...] = ()
-        """The ranks of each host. Hosts are sorted by first rank."""
+        """Ranks by host, sorted by first rank."""
         self.domains: tuple[tuple[int, ...], ...] = ()
-        """The ranks of each memory domain (ranks that share memory), sorted by first rank."""
+        """Ranks that share memory, sorted by first rank."""
         self.apart = ""
-        """Reason why some ranks of one host share no memory, or empty. Equal on all ranks."""
+        """Why some ranks of one host share no memory, or empty. Equal on all ranks."""
         self.problem: str | None = "it isn't attached yet"
-        """Reason why there are no compiled collectives, or None. Equal on all ranks."""
+        """Why there are no compiled collectives, or None. Equal on all ranks."""
         self.collectives: NativeGroup | None = None
         self.is_meshed = False
         """True if each rank has a TCP connection to every rank with which it shares no memory."""
@@ -173,7 +173,7 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Connects this rank with `peers` by TCP. Every rank must call this."""
+        """Every rank must call this."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
@@ -316,7 +316,7 @@ class HostMemory:
         return [self._slots, *((memory.map(each, SHAPE.data_bytes), SHAPE.data_bytes) for each in rings)]
 
     def close(self) -> None:
-        """Frees the memory once no call uses it. May be called twice."""
+        """Frees the memory once no call uses it."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
         self.streams = None
@@ -488,7 +488,7 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Maps the memory shared with other ranks. Returns None if there are no such ranks, or if mapping fails."""
+        """Returns None if no other rank shares memory, or if mapping fails."""
         if len(self._sharing) == 1:
             return None
         try:

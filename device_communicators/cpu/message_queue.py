@@ -108,7 +108,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error for `status`. Later calls of this queue raise the same error."""
+        """Later calls of this queue raise the same error."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -152,16 +152,14 @@ class _End:
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Makes this process's calls of the queue fail. The caller must then call `close`."""
+        """Makes this process's calls of the queue fail. Call `close` afterwards."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Closes the queue in this process. Returns False if a thread is still in a call; the memory must then stay
-        mapped.
-        """
+        """Returns False if a thread is still in a call; the memory must then stay mapped."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -181,7 +179,7 @@ class Message(NamedTuple):
     head: bytes
     tensors: Sequence[Tensor] = ()
     fingerprint: int = 0
-    """Must be equal on sender and receiver: a broadcast's number, or 0 for other messages."""
+    """Equal on sender and receiver: a broadcast's number, or 0 for other messages."""
     more_head: bytes | Pinned = b""
     """Further bytes of the message's head, separate to avoid a copy."""
 
@@ -217,7 +215,7 @@ class _Sending:
 
 
 class Sender(_End):
-    """A queue's sending end. Messages arrive in the order of the calls. Thread-safe."""
+    """Messages arrive in the order of the calls. Thread-safe."""
 
     side = "writer"
 
@@ -227,7 +225,7 @@ class Sender(_End):
         self._writer = 0  # the thread that writes a message without the lock
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Sends a message, and returns once the program may change the tensors."""
+        """Returns once the program may change the tensors."""
         writer = 0
         try:
             with self.lock:
@@ -264,7 +262,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """Starts to send a message. If the message doesn't fit into the queue, a thread sends the rest."""
+        """If the message doesn't fit into the queue, a thread sends the rest."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -353,7 +351,7 @@ class Head(NamedTuple):
 
 
 class Receiver(_End):
-    """A queue's receiving end. Callers must hold `lock` while they receive a message."""
+    """Callers must hold `lock` while they receive a message."""
 
     side = "reader"
 

@@ -23,7 +23,7 @@ _STATUS = 9
 
 
 class MessageStreams:
-    """Messages between ranks of different hosts. All ranks must be connected with each other. Thread-safe."""
+    """All ranks must be connected with each other. Thread-safe."""
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
         """`tag` must equal `Transfers.message_tag` in C++."""

@@ -222,13 +222,13 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 
 QueueReport = c_int64 * 12
-"""`QueueReport` of csrc/queue.h."""
+"""As in csrc/queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
 
 class NativeUnavailableError(Exception):
-    """The compiled library can't be used. The text is the reason."""
+    """The compiled library can't be used."""
 
 
 class NativeLibrary:
@@ -271,9 +271,7 @@ class NativeLibrary:
             setattr(self, name, self.method(name))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a C function of the library as a Python callable. The C function receives `itself` as its first
-        argument.
-        """
+        """Returns a C function of the library as a Python callable. `itself` becomes its first argument."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
@@ -290,7 +288,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Loads the library, after compiling it if necessary. Raises NativeUnavailableError if this fails."""
+    """Compiles the library if necessary. Raises NativeUnavailableError if this fails."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -300,7 +298,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Loads the library. Prefers a build without torch if there is one: `load()` imports torch, which takes seconds."""
+    """Prefers a build without torch if there is one: `load()` imports torch, which takes seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -348,9 +346,7 @@ def is_packaged(path: Path) -> bool:
 
 
 def _find(recipe: Recipe, unfit: str = "") -> tuple[Path | None, str]:
-    """Returns the compiled file, or None and the reason why there is none. `unfit`: why not to return the wheel's file,
-    if it is known.
-    """
+    """Returns the compiled file, or None and the reason. `unfit`: why not to return the wheel's file, if known."""
     if not unfit and native_build.flaw_of_packaged(_PACKAGED, recipe) is None:
         return _PACKAGED / recipe.packaged_name, ""
     target = _target_of(recipe)

@@ -49,7 +49,7 @@ BUILD_FOLDER = ".build-"
 
 
 class BuildError(Exception):
-    """A compile failed. The text is the reason."""
+    """A compile failed."""
 
 
 class Unit(NamedTuple):
@@ -114,7 +114,7 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """Returns the recipe of the full build, which contains the ops. Raises ImportError if torch is missing."""
+    """Raises ImportError if torch is missing."""
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
     flags = torch_flags(sources)
     flags["link_flags"] += ("-Wl,-z,defs",)  # fails with a base that needs another C++ library
@@ -129,8 +129,8 @@ def full_recipe() -> Recipe:
 
 
 def torch_minor() -> str:
-    """Returns torch's minor version, such as 2.15. Returns the full version of a build that isn't a release, because
-    its ABI can differ from the release's.
+    """Returns torch's minor version, such as 2.15, or the full version of a build that isn't a release: its ABI can
+    differ.
     """
     import torch
 

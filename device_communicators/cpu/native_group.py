@@ -61,14 +61,14 @@ _COUNTED = (
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
     "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
-"""Operations that C++ counts, in the order of `Counted` in csrc/handle.h."""
+"""In the order of `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
 _MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
     torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3, torch.int8: 4, torch.int16: 5,
     torch.int32: 6, torch.int64: 7, torch.uint8: 8,
 }  # fmt: skip
-"""Maps dtypes to the numbers of `Dtype` in csrc/reduce.h."""
+"""Numbers of `Dtype` in csrc/reduce.h."""
 _PARTS = 64
 """Must equal kMaxRanks in csrc/tuning.h."""
 
@@ -84,7 +84,7 @@ class QueueStatus:
 
 
 class Taken(NamedTuple):
-    """Statistics of one method's calls. `waited_s` is the part of `took_s` spent waiting for other ranks."""
+    """`waited_s` is the part of `took_s` spent waiting for other ranks."""
 
     calls: int
     took_s: float
@@ -92,7 +92,7 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """Number and durations of the group's calls, by method. `last`: how often each global rank arrived last."""
+    """The group's calls, by method. `last`: how often each global rank arrived last."""
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -152,7 +152,7 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Runs a collective. Raises the call's failure, or UsageError if another call is running."""
+        """Raises the call's failure, or UsageError if another call is running."""
         user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
@@ -292,7 +292,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Ends `serve`: the ops of group `key` run through Python again. Returns the final `traffic`."""
+        """Ends `serve`. Returns the final `traffic`."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -356,14 +356,14 @@ class NativeGroup:
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Announces that this rank leaves. Its exit is then not reported as a death."""
+        """This rank's exit is then not reported as a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Closes the group. The memory is freed when the last call returns. May be called twice."""
+        """The memory is freed when the last call returns."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -422,8 +422,8 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait. `place`: the suspected rank, or OUTSIDE for a rank outside the group. If a
-    rank gave up, `reporter` is the rank that gave up and `reason` its status. If a rank left, `reason` is 1.
+    """Returns the error of a failed wait. `place`: the suspected rank, or OUTSIDE. If a rank gave up, `reporter` is
+    that rank and `reason` its status. If a rank left, `reason` is 1.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

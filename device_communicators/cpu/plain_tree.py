@@ -116,7 +116,7 @@ class _FormWords(ctypes.Structure):
 
 class Form:
     """Keys, dtypes and shapes of a dict's CPU tensors, which sender and receiver know in advance. `entries`: number of
-    all the dict's entries.
+    entries in the whole dict.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PastPython:
 
 
 class PlainObjects:
-    """Encodes objects in C++. Calls hold the GIL, unlike ctypes' usual calls."""
+    """Calls hold the GIL, unlike ctypes' usual calls."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
@@ -244,7 +244,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns the struct with which C++ reads Python objects, and the objects that must live as long as the struct."""
+    """Returns the struct with which C++ reads Python objects, and the objects that it borrows."""
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()
@@ -271,9 +271,7 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns the offset of an object's type, or 0 if unknown. With 0, C++ calls PyObject_Type, which is three times as
-    slow.
-    """
+    """Returns the offset of an object's type, or 0 if unknown. With 0, C++ calls the slower PyObject_Type."""
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):

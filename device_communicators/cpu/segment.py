@@ -30,7 +30,7 @@ class SegmentError(Exception):
 
 
 class Segment:
-    """A file in shared memory. Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
+    """Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -54,9 +54,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens a segment. Returns None if this host has no segment of this name. Raises SegmentError for another
-        user's segment.
-        """
+        """Returns None if this host has no segment of this name. Raises SegmentError for another user's segment."""
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -83,8 +81,8 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Allocates memory. Raises SegmentError if the file system is full, or with `leave_some` nearly full. Without
-        this call, a later write could kill the process.
+        """Raises SegmentError if the file system is full, or with `leave_some` nearly full. Without this call, a later
+        write could kill the process.
         """
         try:
             if leave_some:

@@ -176,7 +176,7 @@ class Transfers:
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
-        """Sends the contiguous `x`. The program may change `x` afterwards."""
+        """`x` must be contiguous. The program may change it afterwards."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
@@ -312,7 +312,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Closes all transfers. Returns False if a thread is still in a transfer; the memory must then stay mapped."""
+        """Returns False if a thread is still in a transfer; the memory must then stay mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # the memory may be unmapped then
 

@@ -1,7 +1,7 @@
 """Classes of the compiled library's objects, for annotations in modules that every program imports.
 
 The modules that define them load ctypes wrappers and compiler recipes, which only a group of several ranks needs. So at
-run time the names are `Any`. This is the only module that asks for TYPE_CHECKING.
+run time the names are `Any`.
 """
 
 from __future__ import annotations

@@ -146,10 +146,8 @@ class CallsDifferError(Exception):
 
 
 class _Roll:
-    """Exchanges one entry of each rank through a store.
-
-    Each rank adds its entry to an attempt. The last rank writes all entries to one key. A rank that gives up closes the
-    attempt, so a retry never reads entries of processes that gave up.
+    """Each rank adds its entry to an attempt. The last rank writes all entries to one key. A rank that gives up closes
+    the attempt, so a retry never reads entries of processes that gave up.
     """
 
     def __init__(
@@ -188,7 +186,7 @@ class _Roll:
                 self._near.read(self._store, self._key(""))
 
     def _open(self) -> str:
-        """Returns the current attempt. Starts one if there is none. Raises CallsDifferError if its call differs."""
+        """Returns the current attempt, or starts one. Raises CallsDifferError if its call differs."""
         own = secrets.token_hex(_TOKEN_BYTES) + self._digest
         found = self._store.compare_set(_ATTEMPT, "", own).decode()
         if found == own and self._call:
@@ -240,9 +238,7 @@ class _Roll:
                 store.delete_key(self._key(each))
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns those of `ranks` without an entry in the attempt. Finds them by bisection: one missing rank of 1,000
-        takes 20 requests.
-        """
+        """Returns those of `ranks` without an entry in the attempt, by bisection."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2

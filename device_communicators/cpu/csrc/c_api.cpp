@@ -55,7 +55,6 @@ void ps_set_interpreter(int (*take_lock)(), int (*check_signals)(), void (*fetch
 
 void ps_set_calling(const Calling* functions) { calling = *functions; }
 
-// The caller owns the three references. They are null if no exception is kept.
 void ps_take_exception(void** out) { take_exception(&out[0], &out[1], &out[2]); }
 
 void* ps_signal_pipe() { return &signal_pipe(); }
@@ -96,8 +95,8 @@ std::uint64_t ps_group_new(void* memory, std::size_t bytes, int rank, int size, 
   return keep(std::make_shared<Handle>(memory, bytes, rank, size, policy, timeout_s));
 }
 
-// Owns `descriptors`, which connect to `peers`; several to one rank are in the order of the other side. Call it once,
-// before ps_group_listen and any call. Returns 0, or EBADF for an unknown group.
+// Owns `descriptors`, which connect to `peers`; see Connections. Call it once, before ps_group_listen and any call.
+// Returns 0, or EBADF for an unknown group.
 int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_rank, const int* peers,
                   const int* descriptors, int connections, int meshed, int rounded) {
   const std::shared_ptr<Handle> handle = find(group);

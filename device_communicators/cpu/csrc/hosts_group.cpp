@@ -18,7 +18,7 @@ namespace {
 
 constexpr char kForeignText[] = "it sent bytes that are no message of this version";
 constexpr std::int64_t kSliceNs = 20'000'000;
-constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py
 constexpr std::uint64_t kDirectBytes = 64 << 10;
 constexpr std::uint32_t kMovesAtOnce = 64;
 constexpr std::size_t kCopiedBytes = 1 << 20;

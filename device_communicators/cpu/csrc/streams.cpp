@@ -21,7 +21,7 @@ constexpr std::uint64_t kMostAnnounced = 1 << 20;
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr int kPiecesAtOnce = 1024;              // the kernel's maximum
 constexpr std::uint32_t kAwaitsPuts = 1u << 31;  // in the tag of messages of `await_puts`; no other tag has it
-constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py: a dead rank's data may still arrive
+constexpr std::int64_t kNoticeNs = 200'000'000;  // NOTICE_S of liveness/health.py
 constexpr char kEnded[] = "a call of this rank in this group failed";
 
 constexpr TransferUser kNobody{nullptr, nullptr, nullptr};  // the caller's memory stays until its call returns

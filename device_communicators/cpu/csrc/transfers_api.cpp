@@ -86,8 +86,8 @@ void* ps_rings_new(const void* losses, int rank, int size, const std::int64_t* p
   }
 }
 
-// This rank may send `early_bytes` before their receive, and allows each peer `granted_bytes`. `losses`: of
-// ps_liveness_new or ps_group_losses.
+// This rank may send `early_bytes` before their receive. `granted_bytes`: see Streams. `losses`: of ps_liveness_new or
+// ps_group_losses.
 void* ps_streams_new(const void* losses, int rank, int size, const int* ranks, const int* descriptors,
                      const std::uint64_t* early_bytes, int count, std::uint64_t granted_bytes, std::int64_t spin_ns,
                      std::uint64_t striped_bytes) {

@@ -214,7 +214,7 @@ void* Unpacker::list(std::uint64_t size, int depth) {
   return made;
 }
 
-// Keys can be chosen to collide, unless they are texts, or few.
+// Guards against colliding keys; see KeyCheck in plain_tree.cpp.
 void* Unpacker::dict(std::uint64_t size, int depth) {
   const Python& python = *python_;
   void* const made = python.make_dict();

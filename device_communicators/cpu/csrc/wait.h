@@ -12,7 +12,7 @@ class SideWork {
   virtual bool advance() = 0;
 };
 
-// With more ranks than cores, a spinning rank may hold the core of the awaited rank: spin a few us, then yield.
+// See wait_policy in host_memory.py.
 struct WaitPolicy {
   std::int64_t spin_ns = 100'000;
   std::int32_t yields = 0;
