@@ -1,6 +1,4 @@
-"""Python interface to the control plane, which reports exits of ranks, lets ranks agree on values, and sends questions
-to ranks.
-"""
+"""Python interface to the control plane."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ MOST_TOKEN_BYTES = 64
 """Maximum length of a token. HMAC-SHA-256 would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
 _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
-"""Prefixes of the targets of /proc/PID/fd links that lead to control-plane memory. The second is used if memfd_create
-fails.
-"""
+"""Targets of /proc/PID/fd links to control-plane memory start with these. The second is used if memfd_create fails."""
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """Values of EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
@@ -81,9 +77,7 @@ def greeter(greeting: bytes) -> int:
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
-"""A reply, or a function that sends the reply later. The function gets a callback and passes the reply to this
-callback.
-"""
+"""A reply, or a function that later passes the reply to its argument."""
 
 _OPEN: WeakSet[World] = WeakSet()
 
@@ -113,7 +107,7 @@ class Endpoint(NamedTuple):
     host: str
     port: int
     token: str
-    """Secret of the process. Peers prove by HMAC that they have this token."""
+    """Secret of the process. Peers prove by HMAC that they have it."""
     board: int
     """File descriptor of the process's shared memory. Processes that can watch its PID read this memory."""
 
@@ -556,8 +550,8 @@ def describe(library: Any, record: bytes) -> str:
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """Returns the bytes that `fill(buffer, size)` writes. `fill` returns the needed size and is repeated with a larger
-    buffer if necessary.
+    """Returns the bytes that `fill(buffer, size)` writes. `fill` returns the needed size and is repeated if the buffer
+    was too small.
     """
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):
@@ -567,9 +561,7 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Finds the control planes of all processes in this PID namespace whose files this process can read. Returns them
-    by PID.
-    """
+    """Returns, by PID, the control planes of the processes in this PID namespace whose files this process can read."""
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"

@@ -32,7 +32,7 @@ _PAUSE_S = 0.02
 
 
 class ControlStore(dist.Store):
-    """Client of the key-value store that a `World` serves. Thread-safe; threads don't wait for each other.
+    """Thread-safe; threads don't wait for each other.
 
     Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
     can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError
@@ -47,13 +47,13 @@ class ControlStore(dist.Store):
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Stores the address, without connecting. `timeout_s` is the timeout of each request."""
+        """Doesn't connect. `timeout_s` is the timeout of each request."""
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """Number of the client in C++; 0 until the host's name is resolved."""
+        """The client's number in C++; 0 until the host's name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -165,8 +165,8 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns C++'s handle of the client, which it creates at the first call. Raises OSError if the host's name
-        isn't resolved within max(limit_s, 2 s).
+        """Returns C++'s handle of the client. Raises OSError if resolving the host's name takes over
+        max(limit_s, 2 s).
         """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))

@@ -172,7 +172,6 @@ class Driver {
     return true;
   }
 
-  // The process continues.
   void break_down(const char* cause) noexcept {
     const Lock lock(fork_mutex());
     plane->driver = nullptr;
