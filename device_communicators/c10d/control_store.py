@@ -26,8 +26,8 @@ def try_load() -> Any:
 
 
 def for_torch(store: Any) -> Any:
-    """Returns a C++ client for the server of `store`. If `store` isn't a ControlStore, or the compiled module is
-    missing, returns `store`. torch's C++ code doesn't keep a returned ControlStore alive, so the caller must.
+    """Returns a C++ client for the server of `store`, or `store` itself if it isn't a ControlStore or the compiled
+    module is missing. torch's C++ code doesn't keep a returned ControlStore alive, so the caller must.
     """
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:

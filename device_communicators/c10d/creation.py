@@ -43,7 +43,7 @@ _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """Creates a group's backend. torch calls this on every rank with its DistributedBackendOptions.
+    """torch calls this on every rank with its DistributedBackendOptions.
 
     With `enable_reconfigure` the backend has no members until `reconfigure` is called.
     """
@@ -72,8 +72,7 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Creates the backend of a group. Every rank of the group calls this. `world`: the ranks whose deaths fail the
-    group; default: `World.of`.
+    """Every rank of the group calls this. `world`: the ranks whose deaths fail the group; default: `World.of`.
 
     If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
     Raises CommunicationError if ranks are missing.
@@ -149,9 +148,7 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """Creates the group over gloo. Logs a warning, because gloo detects deaths only by broken connections and at
-    deadlines.
-    """
+    """Creates the group over gloo. Warns, because gloo detects deaths only by broken connections and at deadlines."""
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True

@@ -17,19 +17,17 @@ from device_communicators.cpu.native_build import BuildError, Recipe, Unit
 
 SOURCES = Path(__file__).parent / "csrc"
 LEAN = SOURCES / "lean"
-"""Replacements of those headers of torch that take most of the compile time."""
+"""Replaces the headers of torch that take the longest to compile."""
 _NAME = "parallel_state_c10d"
 _IMPORTING = threading.Lock()
 _NO_TIMEOUT = Timeout(0.0)
-"""A timeout of 0 s, to which `extended_deadline` adds its seconds. The compiled module adds the sum to its own
-timeouts.
-"""
+"""`extended_deadline` adds its seconds to this. The compiled module adds the sum to its own timeouts."""
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Compiles and imports the module of torch's backend. Returns it and "", or None and the reason."""
+    """Returns the imported module and "", or None and the reason."""
     try:
         path, problem = native.find_or_compile(recipe())
         if path is not None and native.is_packaged(path):
@@ -76,7 +74,7 @@ def compile_ahead() -> None:
 
 
 def recipe() -> Recipe:
-    """Returns the sources and compiler flags of the module. Raises BuildError if Python's headers are missing."""
+    """Raises BuildError if Python's headers are missing."""
     sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")

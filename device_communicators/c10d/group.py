@@ -96,8 +96,8 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """One group of the backend. If a signal handler raised an exception during a call, the methods that return errors
-    raise this exception instead.
+    """If a signal handler raised an exception during a call, the methods that return errors raise this exception
+    instead.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """Connects the group's ranks. `is_worlds`: True if closing this group also closes `world`."""
+        """Connects the group's ranks. `is_worlds`: closing this group also closes `world`."""
         self._store = store
         self._members = members
         self._memory = memory
@@ -147,8 +147,7 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Returns the C++ collectives. None without the compiled library, or if only each host's lead rank is
-        connected; collectives then use gloo.
+        """None (collectives then use gloo) without the compiled library, or if only each host's lead rank is connected.
         """
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
@@ -228,7 +227,7 @@ class Group:
         return self._memory.backed_bytes()
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error of a failed collective. `status` is a value of the enum in csrc/group.h."""
+        """`status` is a value of the enum in csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -260,9 +259,7 @@ class Group:
         return str(self._alone.library.path), self._alone.number
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error of a call that begins after a failure of the group, or after a death that no call has
-        reported.
-        """
+        """Returns the error of a call that begins after a failure of the group, or after an unreported death."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -336,7 +333,7 @@ class Group:
         return (ForkedError if is_forked else UsageError)(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """Returns the gloo backend. All ranks must call this, because the first call connects the ranks."""
+        """All ranks must call this, because the first call connects them."""
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
@@ -382,7 +379,7 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Runs monitored_barrier. After `timeout`, rank 0 names the first missing rank, or all if `wait_all_ranks`.
+        """After `timeout`, rank 0 names the first missing rank, or all if `wait_all_ranks`.
 
         Raises CollectiveTimeoutError; the group stays usable.
         """

@@ -67,7 +67,7 @@ class Handle(NamedTuple):
     """Address and identity of a process that can be a member. Contains a secret."""
 
     host: str
-    """Host's name. As the first field, it sorts handles by host."""
+    """The first field, so that handles sort by host."""
     address: str
     port: int
     pid: int
@@ -96,10 +96,10 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """Changes the members of one group. The compiled `ReconfigurableBackend` calls these methods."""
+    """The compiled `ReconfigurableBackend` calls these methods."""
 
     end_group: Callable[[], None]
-    """Ends the group's calls and releases the group. The compiled backend sets this."""
+    """Ends the group's calls and releases the group. Set by the compiled backend."""
 
     def __init__(self, options: Any, create_group: Callable[..., Any]) -> None:
         self._name, self._timeout = options.group_id, options.timeout
@@ -113,7 +113,7 @@ class Membership:
         self._store: ControlStore | None = None
         """The group's store, which torch doesn't keep alive."""
         self._problem = ""
-        """Reason why there is no group; empty before the first `reconfigure`."""
+        """Why there is no group; empty before the first `reconfigure`."""
         self._pid = os.getpid()
 
     def handle(self) -> str:
@@ -165,7 +165,7 @@ class Membership:
     def _check(
         self, uuid: int, handles: Collection[str], is_ordered: bool, hints: Mapping[str, str]
     ) -> tuple[list[Handle], int]:
-        """Checks the arguments of `reconfigure`. Returns the members in the order of ranks, and this process's rank."""
+        """Checks the arguments of `reconfigure`. Returns the members by rank, and this process's rank."""
         if hints:
             raise UnsupportedError(
                 f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" supports none: pass no hints'

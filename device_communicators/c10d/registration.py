@@ -29,7 +29,7 @@ callers get "gloo".
 
 
 def register() -> None:
-    """Registers the backend. torch's default backend for a device isn't changed. Idempotent."""
+    """Doesn't change torch's default backend for a device. Idempotent."""
     import torch.distributed as dist
 
     if dist.is_available() and not has_plugin(NAME):
@@ -44,7 +44,7 @@ def _open_torch() -> None:
 
 
 def _open_monitored_barrier() -> None:
-    """Makes `dist.monitored_barrier` accept this backend. torch's function accepts only groups with the name gloo."""
+    """torch's `dist.monitored_barrier` accepts only groups with the name gloo."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -64,9 +64,7 @@ def _open_monitored_barrier() -> None:
 
 
 def _open_set_pg_timeout() -> None:
-    """Makes `_set_pg_timeout` set this backend's timeout. Before torch 2.15, torch's function supports only gloo and
-    NCCL.
-    """
+    """Before torch 2.15, torch's `_set_pg_timeout` supports only gloo and NCCL."""
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,6 @@
-"""The failure domain of the backend's groups: the ranks of the default process group, whose deaths fail all groups.
+"""The failure domain of the backend's groups (see `FailureDomain`): the ranks of the default process group.
 
-If a death failed only the dead rank's groups, a rank in another group could wait forever for a living rank that waits
-for the dead rank. Until there is a group of all ranks, each group is a failure domain of its own.
+Until there is a group of all ranks, each group is a failure domain of its own.
 """
 
 from __future__ import annotations
@@ -36,25 +35,25 @@ class World:
         call: str = "",
         address: str | None = None,
     ) -> None:
-        """Creates a failure domain of `ranks` (global). Errors name the function `caller`. `may_borrow`: True to share
-        an existing watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`.
-        `address`: this host's address, as other ranks use it; default: the one from which this host reaches the store.
+        """`ranks`: global. Errors name the function `caller`. `may_borrow`: True to share an existing watcher of the
+        same ranks. `call`: arguments that must be equal on all ranks; see `meet`. `address`: this host's address, as
+        other ranks use it; default: the one from which this host reaches the store.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._call = caller, call
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
-        """Detects deaths. Shared if `ParallelGroups` already watch these ranks."""
+        """Shared if `ParallelGroups` already watch these ranks."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw) if address is None else address
         self.neighbours: tuple[int, ...] = ()
         """CPU core mask of each rank on this host."""
         self.begun = False
         self.over_gloo = ""
-        """Reason why all groups use gloo, or ""."""
+        """Why all groups use gloo, or ""."""
         self.has_warned = False
         self.outlives_store = False
-        """True if this world outlives the store with which it was created; see `lasting_store`."""
+        """See `lasting_store`."""
         self.owns_store = False
         """True if nothing else uses the timeout of the store with which this world is created."""
         self.leaves_in_background = False
@@ -75,9 +74,7 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns the watcher of these ranks. Returns None if the default group isn't of this backend or doesn't
-        contain all these ranks.
-        """
+        """Returns None if the default group isn't of this backend or doesn't contain all these ranks."""
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher

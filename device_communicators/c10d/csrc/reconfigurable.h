@@ -15,7 +15,7 @@ class ReconfigurableBackend final : public HookedBackend {
   using Tensors = parallel_state::Backend::Tensors;
   using Started = parallel_state::Backend::Started;
 
-  // Each callback takes the interpreter lock itself.
+  // Each callback takes the interpreter lock.
   struct Membership {
     std::function<std::string()> handle;
     std::function<Group(const c10d::ReconfigureOptions& options)> reconfigure;
