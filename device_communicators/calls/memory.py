@@ -12,13 +12,13 @@ from device_communicators.base.torch_internals import is_zero_tensor
 QUANTIZED = frozenset(
     dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and str(dtype).startswith("torch.q")
 )
-"""Quantized dtypes. torch can't create tensors of these dtypes without quantization parameters."""
+"""torch can't create tensors of these dtypes without quantization parameters."""
 _BITS = frozenset(
     dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype) and re.fullmatch(r"torch\.u?int[1-7]", str(dtype))
 )
-"""Integer dtypes of 1 to 7 bits. Each value takes a byte, and torch can copy them only as bytes."""
+"""Dtypes of 1 to 7 bits. Each value takes a byte, and torch can copy them only as bytes."""
 DEFERRED_KEYS = ("Conjugate", "Negative", "ZeroTensor")
 
 

@@ -1,4 +1,4 @@
-"""Records the last operations of each group. A record costs 3 µs in Python, and some tens of ns in C++."""
+"""Records the last operations of each group."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _ONE_THREAD_ELEMENTS = 32_768
 _STATE_BYTES = 64
 """At least the size of `fenv_t`."""
 _DEFAULT = ctypes.c_void_p(-1)
-"""FE_DFL_ENV of glibc and musl, the default floating-point state."""
+"""FE_DFL_ENV of glibc and musl."""
 TREE_SUM = "tree_sum"
 """The op of calls with `order="tree"`."""
 REDUCING = (

@@ -38,7 +38,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_tensor_dict with a spec",),
     ("reduce",),
 )
-"""Classes of methods, in the order of `Method` in csrc/call.h. Ranks may call different methods of one class."""
+"""In the order of `Method` in csrc/call.h. Ranks may call different methods of one class."""
 _VARIANTS = 8
 METHODS = {
     name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
@@ -57,12 +57,12 @@ DTYPE_NUMBERS = {
     torch.float8_e5m2: 23, torch.float8_e4m3fn: 24, torch.float8_e5m2fnuz: 25, torch.float8_e4m3fnuz: 26,
     torch.uint16: 27, torch.uint32: 28, torch.uint64: 29,
 }  # fmt: skip
-"""The numbers of c10::ScalarType in torch."""
+"""Numbers of c10::ScalarType."""
 _DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in DTYPE_NUMBERS.items()}
 _SHAPE_BITS = 60
 _NO_SHAPE = 15
 REDUCE_OPS = {"sum": 0, "max": 1, "min": 2, "product": 3, "avg": 4, "tree_sum": 5}
-"""The numbers of `ReduceOp` in csrc/reduce.h."""
+"""Numbers of `ReduceOp` in csrc/reduce.h."""
 _OF_ROWS = ("all_to_all", "all_gatherv")
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -76,7 +76,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "broadcast_": ("root",),
     "ibroadcast_": ("root",),
 }
-"""For each operation, the names of the arguments after the first tensor."""
+"""Names of each operation's arguments after the first tensor."""
 _STARTED = {
     "iall_reduce_": "all_reduce_async",
     "iall_gather": "all_gather_async",
@@ -86,9 +86,7 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A collective call. All fields must be equal on all ranks, except that methods of one class in `_CLASSES` match
-    each other.
-    """
+    """All fields must be equal on all ranks, except that methods of one class in `_CLASSES` match each other."""
 
     method: str
     dtype: torch.dtype | None = None
@@ -115,7 +113,7 @@ class UserCall(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Returns a hash of `shape` and `sizes`, the same as `digest_of_shape` in csrc/call.h."""
+        """Returns a hash of `shape` and `sizes`, equal to `digest_of_shape` in csrc/call.h."""
         digest = 0
         for size in (*self.shape, *self.sizes):
             digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
@@ -123,7 +121,7 @@ class UserCall(NamedTuple):
 
     @property
     def packed_shape(self) -> int:
-        """Returns the shape in one integer, the same as `packed_shape` in csrc/call.h."""
+        """Returns the shape in one integer, equal to `packed_shape` in csrc/call.h."""
         dims = len(self.shape)
         bits = _SHAPE_BITS // max(dims, 1)
         if dims >= _NO_SHAPE or any(size >> bits for size in self.shape):
@@ -229,8 +227,8 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the UserCall of an operation with these arguments. `method`: the name that the user called, if different.
-    `dim` is used if `args` contain no dim.
+    """Returns an operation's UserCall. `method`: the name that the user called, if different. `dim` is used if `args`
+    contain no dim.
     """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):

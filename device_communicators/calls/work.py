@@ -1,4 +1,4 @@
-"""Operations in progress. `ContinuedWork` calls a function after it has waited for an operation."""
+"""Operations in progress."""
 
 from __future__ import annotations
 
