@@ -37,7 +37,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 _ALIVE: dict[int, tuple[object, ...]] = {}
-"""Objects that a tensor keeps alive, by the address of the tensor's _DLManagedTensor."""
+"""Objects that a tensor keeps alive, by the address of its _DLManagedTensor."""
 
 
 def _make_deleter() -> Any:

@@ -78,9 +78,7 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""Fields of ncclConfig_t: name, type, and the NCCL version that added the field. NCCL reads only the first `size`
-bytes.
-"""
+"""Name, type, and the NCCL version that added the field. NCCL reads only the first `size` bytes."""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
@@ -115,7 +113,7 @@ FUNCTIONS = tuple(_FUNCTIONS)
 
 
 class NcclUnavailableError(Exception):
-    """NCCL can't be loaded, or is too old. The text is the reason."""
+    """NCCL can't be loaded, or is too old."""
 
 
 class NcclLibrary:
@@ -131,7 +129,7 @@ class NcclLibrary:
         except (OSError, AttributeError) as error:
             raise NcclUnavailableError(f"{path} can't be loaded as NCCL: {error}") from error
         self.version = number.value
-        """NCCL's version as a number: 22809 is 2.28.9."""
+        """22809 is 2.28.9."""
         if self.version < OLDEST:
             raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} or newer is needed")
         for name, (_, _, since) in _FUNCTIONS.items():
@@ -158,7 +156,7 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """Returns an ncclConfig_t with these fields. NCCL chooses the values of other fields."""
+        """Returns an ncclConfig_t. NCCL chooses the values of fields that aren't given."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
@@ -203,8 +201,8 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns the paths where NCCL is searched for, best first. torch's own NCCL comes first, because a second NCCL
-    would have its own memory and settings.
+    """Returns the paths where NCCL is searched for. torch's own NCCL comes first, because a second NCCL would have its
+    own memory and settings.
     """
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []
