@@ -28,7 +28,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """Verdict on a property of the group, equal on all ranks: whether the property `holds`, and the `reason`."""
+    """Verdict on a property of the group, equal on all ranks."""
 
     holds: bool
     reason: str
@@ -49,9 +49,9 @@ class GroupTopology:
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
     fewest_nvlinks: int | None
-    """Fewest NVLinks between two GPUs; None if all numbers are unknown."""
+    """Between two GPUs; None if all numbers are unknown."""
     nvlink_full_mesh: Vote
-    """Holds if each pair of GPUs is connected by NVLink. Ranks on the same GPU count as connected."""
+    """Ranks on the same GPU count as connected."""
     peer_access: Vote
 
     def sharers(self, rank: int) -> tuple[int, ...]:
@@ -63,9 +63,7 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
-    """Exchanges the ranks' GPUs and links, and returns the group's topology. Each rank calls this. `uuid`: from
-    `uuid_of(device)` or from NVML.
-    """
+    """Each rank calls this. `uuid`: from `uuid_of(device)` or from NVML."""
     gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
     views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
     # Depends only on data of all ranks, so the result is the same on every rank.
@@ -175,8 +173,8 @@ def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> s
 def variables_of(
     rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables for ranks that share GPUs; {} if each rank has a GPU of its own. `version`:
-    NCCL's version.
+    """Returns the environment variables for ranks that share GPUs; {} if each rank has its own. `version`: NCCL's
+    version.
     """
     if ranks <= gpus:
         return {}

@@ -1,4 +1,4 @@
-"""Queries NVML through pynvml. Tests replace `Reader` by recorded answers."""
+"""Queries NVML through pynvml."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ class NoAnswerError(Exception):
 
 class Reader(Protocol):
     def ask(self, question: str, *where: int) -> Any:
-        """Returns NVML's answer. `where`: a GPU, a GPU and its link, or two GPUs. Raises NoAnswerError if there is no
-        answer.
-        """
+        """Returns NVML's answer, or raises NoAnswerError. `where`: a GPU, a GPU and its link, or two GPUs."""
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """Returns a context with an open NVML. Raises NoAnswerError if NVML is unavailable."""
+    """Opens NVML for the block. Raises NoAnswerError if NVML is unavailable."""
     try:
         import pynvml
     except ImportError as error:

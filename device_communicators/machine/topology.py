@@ -39,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver reports it. `index` is NVML's number, in the order of PCI ids."""
+    """`index` is NVML's number, in the order of PCI ids."""
 
     index: int
     uuid: str
@@ -60,7 +60,7 @@ class Gpu:
 @dataclass(frozen=True)
 class Path:
     nvlinks: int | None
-    """Number of NVLinks between two GPUs; through switches, the smaller of the two GPUs' numbers of links."""
+    """Through switches, the smaller of the two GPUs' numbers of links."""
     switched: bool = False
     pcie: str | None = None
     p2p: dict[str, str] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class Path:
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Returns why NVLink can't be used, or None. Even active links can be unusable, for example without the
-        switches' fabric manager.
+        """Returns why NVLink can't be used, or None. Active links can be unusable, for example without the switches'
+        fabric manager.
         """
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
@@ -97,15 +97,15 @@ class Path:
 class Topology:
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """Paths between two GPUs, by their indices. Contains both (a, b) and (b, a)."""
+    """By the GPUs' indices. Contains both (a, b) and (b, a)."""
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None
-    """The reason why there are no GPUs, or None."""
+    """Why there are no GPUs, or None."""
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> Gpu | None:
-        """Returns the GPU with this UUID, or None. The prefix GPU- is optional, because torch omits it."""
+        """The prefix GPU- is optional, because torch omits it."""
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
@@ -118,7 +118,7 @@ _NO_LINK = {"not supported", "invalid argument"}
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
-    """Reads the topology. Doesn't raise if the driver lacks features; the fields are then None."""
+    """Reads the topology. Doesn't raise if the driver lacks features."""
     try:
         if reader is not None:
             return _read(reader)

@@ -19,9 +19,7 @@ class Visible:
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """Returns the GPUs that CUDA shows with this environment. `gpus`: in NVML's order. An invalid entry of
-    CUDA_VISIBLE_DEVICES ends the list.
-    """
+    """`gpus`: in NVML's order. An invalid entry of CUDA_VISIBLE_DEVICES ends the list."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     remarks: list[str] = []
     if text is None:
