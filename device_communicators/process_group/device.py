@@ -1,5 +1,4 @@
-"""Runs calls over torch process groups: calls on tensors of a device such as CUDA, and calls over torch's `fake`
-backend.
+"""Runs calls over the torch process group of a device other than the CPU, and over torch's `fake` backend.
 
 Ranks compare their calls in debug mode only, because a comparison would need a copy to the host.
 """
@@ -18,8 +17,6 @@ from device_communicators.routing.communicator import GroupContext, Request, cal
 
 
 class DeviceGroupCommunicator(PlainProcessGroup):
-    """Runs calls on tensors of a device other than the CPU, over the group's torch process group."""
-
     name = "device_group"
     carries_the_device = True
 
@@ -51,7 +48,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """Runs calls over torch's `fake` backend. A call completes at once and exchanges no data."""
+    """A call completes at once and exchanges no data."""
 
     name = "fake"
 

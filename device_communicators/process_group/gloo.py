@@ -23,15 +23,15 @@ from device_communicators.routing.communicator import GroupContext, Request, red
 _GATHERED_BYTES = 4096
 _GATHERED_IN_LARGE_GROUPS_BYTES = 256
 _LARGE_GROUP = 16
-"""Largest group in which all ranks exchange tensors of up to 4096 bytes in one round, and each rank reduces them all.
-In larger groups the limit is 256 bytes.
+"""In groups up to this size, all ranks exchange tensors of up to 4096 bytes in one round, and each rank reduces them
+all. In larger groups the limit is 256 bytes.
 """
 _TURNS: dict[str, threading.Lock] = {}
-"""Maps each process group to a lock that a thread holds during its collective on this group."""
+"""For each process group, the lock that a collective holds."""
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Runs calls on CPU tensors over gloo. A started collective is complete when the call that starts it returns."""
+    """A started collective is complete when the call that starts it returns."""
 
     name = "process_group"
     tells_sending = True
@@ -105,7 +105,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Reduces this rank's slice of `flat` in rank order. `lengths` has the lengths of all ranks' slices."""
+        """Reduces this rank's slice of `flat` in rank order."""
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))
         self.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)

@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 
 class PlainProcessGroup(Communicator):
-    """Runs calls over the group's two torch process groups, for its device and for the CPU."""
-
     def refusal(self, request: Request) -> str | None:
         if request.operation in REDUCING and request.dtype is not None:
             return reduction_refusal(request.dtype, request.reduce_op)
