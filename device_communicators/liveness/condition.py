@@ -1,4 +1,4 @@
-"""Finds the reason why a process of this host doesn't run."""
+"""Finds why a process of this host doesn't run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ _STOPPED = {
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
     "Z": "exited, and its parent has not waited for it",
 }
-"""Reasons why a process doesn't run, by the letter of its state in /proc/PID/stat. A process in any other state runs or
-sleeps normally.
-"""
+"""By the letter of the state in /proc/PID/stat. In any other state, a process runs or sleeps normally."""
 _SWAPPED_BYTES = 256 << 20
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Returns the reason why the process doesn't run, or "" if the process runs or its state is unknown."""
+    """Returns why the process doesn't run, or "" if the process runs or its state is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()

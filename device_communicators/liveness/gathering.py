@@ -1,4 +1,4 @@
-"""Helper functions of `Watcher.gather`, which exchanges records between ranks."""
+"""Helper functions of `Watcher.gather`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list
 
 
 def over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
-    """Exchanges a part of each rank's record over gloo. Returns the parts of all ranks. Every rank of the group calls
-    this.
+    """Exchanges a part of each rank's record over gloo, and returns all parts. Every rank of the group calls this.
 
     Raises RuntimeError at the deadline, if gloo fails, or within 50 ms after `ended()` becomes true.
     """

@@ -40,9 +40,7 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 logger = logging.getLogger("parallel_state")
 
 _DEATH_CONFIRM_S = 0.5
-"""Time to wait for the report of a death, because the kernel closes a process's connections before
-it reports the exit.
-"""
+"""The kernel closes a process's connections before it reports the exit: wait this long for the report."""
 NOTICE_S = 0.2
 """Time to wait after a death, because data that the rank sent before can still complete an operation."""
 
@@ -51,7 +49,7 @@ _TOGETHER_S = 0.1
 together exit one by one.
 """
 _HOST_TOGETHER_S = 0.25
-"""Deaths of ranks of another host within this time are reported in one error."""
+"""As `_TOGETHER_S`, for ranks of another host."""
 LOOPBACK = "127.0.0.1"
 _MOST_ASKED = 2
 _BEATS_IN_LIMIT = 4
@@ -73,7 +71,7 @@ class Death:
     stopped: bool = False
     """True if the host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """Time of the report, by the monotonic clock."""
+    """Monotonic time of the report."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:
@@ -97,8 +95,8 @@ class FailureDomain:
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """Creates a failure domain of `ranks`. `root`: the domain's name, equal on all its ranks; "" for the whole
-        world. `is_root`: True if sub-groups get failure domains of their own.
+        """`root`: the domain's name, equal on all its ranks; "" for the whole world. `is_root`: True if sub-groups get
+        failure domains of their own.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -114,7 +112,7 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Host and process of a rank, as exchanged by all ranks at start-up. Unknown fields are empty."""
+    """Exchanged by all ranks at start-up. Unknown fields are empty."""
 
     host: str
     network: str
@@ -160,7 +158,7 @@ class Watcher:
         self._world: World | None = None
         self._rank = -1
         self._places: dict[int, Place] = {}
-        """Hosts and processes of all ranks, including this rank. Empty before `follow`."""
+        """Includes this rank. Empty before `follow`."""
         self._problem = "the ranks have not met yet"
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
         """A host that sends nothing for this time counts as unreachable."""
@@ -176,22 +174,22 @@ class Watcher:
         """
         self.on_look: list[Callable[[], None]] = [self._look_at_connections]
         self.on_death: list[Callable[[], None]] = []
-        """Functions that are called after a death, in the thread that reports it."""
+        """Called after a death, in the thread that reports it."""
         self.status: Any = None
         self.connections: WeakKeyDictionary[Any, Sequence[int]] = WeakKeyDictionary()
-        """Maps data connections to other hosts (with a method `silent_peers`) to the global ranks of their group."""
+        """Maps data connections to other hosts (with a method `silent_peers`) to their group's global ranks."""
         self.on_close: list[Callable[[], None]] = []
-        """Functions that `close` calls, in reverse order."""
+        """Called by `close`, in reverse order."""
         self._stores: dict[int, BoundedStore] = {}
-        """Stores by serving rank, kept here because torch's groups don't keep them alive."""
+        """By serving rank, kept here because torch's groups don't keep them alive."""
         self._name = ""
-        """Name of this watcher if it shares another watcher's control plane (see `join`), else empty."""
+        """Set by `join`, else empty."""
         self._all = [self]
-        """The watcher that opened the control plane, then the watchers that share it (see `join`)."""
+        """The watcher that opened the control plane, then those that share it."""
 
     @property
     def problem(self) -> str:
-        """Returns the reason why there is no control plane. Read this only if there is none."""
+        """Returns why there is no control plane. Read this only if there is none."""
         return self._problem
 
     @property
@@ -221,8 +219,8 @@ class Watcher:
         return self.endpoint
 
     def answer_guests(self) -> None:
-        """Starts to answer questions of processes outside the world. Call this before `follow`, while ranks still wait
-        for each other.
+        """Answers questions of processes outside the world. Call this before `follow`, while ranks still wait for each
+        other.
         """
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
@@ -326,7 +324,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Records a change of a rank, such as a death. Runs in the control plane's callback thread."""
+        """Runs in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
@@ -675,7 +673,6 @@ class Watcher:
         return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
-        """Stops watching. Idempotent."""
         with contextlib.ExitStack() as stack:  # runs all, even if one raises
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []
