@@ -147,8 +147,7 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """None (collectives then use gloo) without the compiled library, or if only each host's lead rank is connected.
-        """
+        """None (collectives then use gloo) without the compiled library, or if only the hosts' leads are connected."""
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
