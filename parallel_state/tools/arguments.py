@@ -23,7 +23,7 @@ def command_parser(command: str, usage: str, description: str | None, **options:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps the prose of a help text to the terminal's width. Keeps paragraphs with indented lines as they are."""
+    """Wraps the prose of a help text to the terminal's width."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (paragraph.strip("\n") for paragraph in text.split("\n\n"))

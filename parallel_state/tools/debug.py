@@ -40,7 +40,7 @@ class _View:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, or 2 if there are no records."""
+    """Returns 0, or 2 if there are no records."""
     parser = command_parser(
         "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
     )  # fmt: skip
@@ -75,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Replays the recorded events of a control plane, and prints the result.
+    """Replays a control plane's recorded events, and prints the result.
 
-    Returns 0 if the result is as recorded, 1 if the result differs, and 2 on errors.
+    Returns 0 if the result is as recorded, 1 if not, and 2 on errors.
     """
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
@@ -102,7 +102,7 @@ def read(folder: Path) -> dict[Any, list[_View]]:
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)
     for rank, content in sorted(newest.items()):
-        # Each process counts its own groups, so match them from the newest.
+        # Each process counts its own groups: match from the newest.
         before: Counter[Any] = Counter()
         for group in sorted(content["groups"], key=lambda group: _number_of(group["group"]), reverse=True):
             key = (group["group"].partition(":")[0], tuple(group["ranks"]))

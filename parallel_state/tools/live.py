@@ -29,7 +29,7 @@ class Wait(NamedTuple):
     call: str
     group: str
     missing: list[int]
-    """Ranks that haven't entered the call; empty if all ranks have."""
+    """Ranks that haven't entered the call."""
 
     def __str__(self) -> str:
         whom = f"for ranks {format_ranks(self.missing)}" if self.missing else "though all ranks are in it"
@@ -40,15 +40,15 @@ class Job(NamedTuple):
     world: list[int]
     states: dict[int, State]
     answers: dict[int, Any]
-    """PID -> state that a rank on this host sent."""
+    """PID on this host -> state."""
     processes: dict[int, tuple[str, int]]
-    """Rank -> its host, and its PID there."""
+    """Rank -> host, PID."""
     others: list[int]
     """PIDs of ranks of the same job in other worlds."""
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Prints the state of a job. Returns 0, or 2 if `target` names no rank of this host."""
+    """Returns 0, or 2 if `target` names no rank of this host."""
     try:
         job = find(target)
     except LookupError as error:

@@ -21,7 +21,7 @@ def as_json(content: object) -> str:
 
 
 def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
-    """Writes `text` to a file or stdout. Exits with code 2 if the file can't be written."""
+    """Exits with code 2 if the file can't be written."""
     if path == STDOUT:
         sys.stdout.write(text)
         return

@@ -60,7 +60,7 @@ def _heading(topology: Topology) -> list[str]:
 
 def _gpu_lines(topology: Topology, visible: Visible) -> list[str]:
     places = {gpu.uuid: place for place, gpu in enumerate(visible.gpus)}
-    alike = len({gpu.name for gpu in topology.gpus}) == 1  # the heading then has the model
+    alike = len({gpu.name for gpu in topology.gpus}) == 1
     lines = []
     for gpu in topology.gpus:
         facts = [gpu.uuid, gpu.pci_id or "PCI id unknown", *([] if alike else [gpu.name or "unknown model"])]

@@ -18,7 +18,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """A rank's wait in a call. The wait ends when the last rank enters the call, or earlier if the call completes."""
+    """A wait ends when the last rank enters the call, or earlier if the call completes."""
 
     seconds: float
     rank: int
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command. Returns 0, or 2 if there are no traces."""
+    """Returns 0, or 2 if there are no traces."""
     parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="folder that the ranks gave to `with parallel_state.trace(folder)`")
     parser.add_argument("--json", action="store_true", help="print the longest waits as JSON")
@@ -84,7 +84,7 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
 def _collectives(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yields the events of each collective, one per rank.
 
-    Each process numbers its own groups. Groups with the same name and ranks are therefore matched by their order.
+    Each process numbers its own groups, so groups with the same name and ranks are matched by their order.
     """
     names: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:

@@ -32,19 +32,18 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """Runs one library's implementations of collectives. `bench/worker.py` describes prepare, check and run."""
+    """One library's implementations of collectives, with the methods that `bench/worker.py` describes."""
 
     rank: int
     size: int
     device = torch.device("cpu")
     only: Sequence[str] | None = None
-    """Names of the implementations to measure; None selects all."""
 
     def exchanges(self, operation: str, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Exchange]:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Waits until the device is idle."""
+        """Synchronizes the device."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the measured library sums elements of `dtype`: int16 for bfloat16 in an MPI
@@ -108,13 +107,12 @@ class TensorTeam:
         return time.perf_counter() - started
 
 
-# Newer versions of torch warn about the old names.
+# Newer torch warns about the old names.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def ours_by_method(group: ps.GroupCoordinator, operation: str) -> tuple[Call, Call | None]:
-    """Returns a function that calls this library's `operation`, and the in-place variant or None."""
     rank = group.rank_in_group
 
     def barrier(x: Tensor) -> Tensor:

@@ -140,7 +140,6 @@ def _width(head: str) -> int:
 
 
 def _of_the_best(row: Row) -> tuple[float | None, ...]:
-    """Returns p99, ratio to torch's median, algbw and busbw of this library's fastest candidate."""
     ours = [us for name, us in row.us.items() if name.startswith(OWN)]
     torchs = [us for name, us in row.us.items() if not name.startswith(OWN)]
     if not ours:

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: for GPUs that several ranks share, for timing, and for CUDA graphs."""
+"""Helpers of the benchmarks: shared GPUs, timing, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel_state.startup import environment
 def share_gpus() -> str:
     """Lets several ranks share a GPU if there are more ranks than GPUs. Call this before CUDA starts.
 
-    Returns a text that says how the GPUs are shared, or "" if they aren't.
+    Returns a description of the sharing, or "".
     """
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
@@ -74,7 +74,7 @@ class Captured:
     """A captured call. `replay()` uses the current values of the inputs and writes `outputs`."""
 
     standing_in = False
-    """True while a call runs on the CPU, which has no graphs. Tests read this flag."""
+    """True while a call runs on the CPU, which has no graphs."""
 
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs

@@ -89,7 +89,6 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns the environment variable BENCHMARK_COMMIT, else the checkout's commit, else "unknown"."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]

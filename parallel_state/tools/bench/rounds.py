@@ -37,7 +37,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures all candidates for one case, such as all_reduce of 1 KiB. Removes teams that fail from `teams`."""
+    """Measures all candidates for one case. Removes teams that fail from `teams`."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]
@@ -83,8 +83,8 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Calls `method` on all ranks of `team`, the processes that run one library, and returns their answers. If that
-    fails, notes the error in `row` under `name`, removes the team from `teams`, and returns None.
+    """Calls `method` on all ranks of `team`. If that fails, notes the error in `row`, removes the team, and returns
+    None.
     """
     if team not in teams:
         return None

@@ -36,7 +36,7 @@ class Timing:
 
 
 class WrongAnswer(str):
-    """A text about a wrong result. `elements` is the number of wrong elements."""
+    """`elements` is the number of wrong elements."""
 
     elements = 0
 

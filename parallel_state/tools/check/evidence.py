@@ -24,9 +24,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Facts and measurements of all ranks. Keys are numbers from 1 in the order of arrival, because two processes can
-    claim one rank.
-    """
+    """Keys are numbers from 1 in the order of arrival, because two processes can claim one rank."""
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -35,9 +33,9 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Number of a rank that stopped answering, in the order of arrival -> last stage that the rank reported."""
+    """Number of a rank that stopped answering -> last stage that it reported."""
     met: bool = True
-    """False if this rank reached no other rank and has only its own facts."""
+    """False if this rank reached no other rank."""
 
     @cached_property
     def ranks(self) -> list[int]:
@@ -45,7 +43,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Returns the facts of each host's ranks, by host name. Repeated names get ` (2)`, ` (3)` and so on."""
+        """Returns the facts by host name. Repeated names get ` (2)`, ` (3)` and so on."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -121,7 +119,7 @@ class Evidence:
 
 
 def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
-    """Returns the host of a rank from SLURM's variables, or "" if unknown. Supports block and cyclic distribution."""
+    """Returns "" if unknown. Supports block and cyclic distribution."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:

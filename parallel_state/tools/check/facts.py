@@ -32,12 +32,12 @@ class Place(msgspec.Struct):
     local_world_size: int | None = None
     source: str = "single"
     problem: str = ""
-    """Error in the launcher's environment variables. Unreadable numbers have defaults."""
+    """Error in the launcher's environment variables."""
     master_addr: str = ""
     master_port: int = 0
     agent_store: bool = False
     started_by: list[str] = []
-    """Commands of the ancestor processes, the parent first."""
+    """Commands of the ancestors, the parent first."""
     variables: dict[str, str] = {}
 
 
@@ -66,7 +66,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """Limits of the process. -1 means no limit, or unknown."""
+    """-1: no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -108,7 +108,7 @@ class GpuPath(msgspec.Struct):
 class Gpus(msgspec.Struct):
     devices: list[GpuFact] = []
     visible: list[str] = []
-    """UUIDs of the visible GPUs, in CUDA's order."""
+    """UUIDs, in CUDA's order."""
     own: str = ""
     paths: list[GpuPath] = []
     problem: str = ""
@@ -161,10 +161,9 @@ class Measured(msgspec.Struct):
 
 class GroupTraffic(msgspec.Struct):
     kind: str
-    """Kind of group, or `world`."""
     ranks: list[int]
     route: str
-    """Names of the communicators that are used, from that of the smallest message to that of the largest."""
+    """Names of the communicators that are used, from the smallest message to the largest."""
     latency_us: float = 0.0
     latency_mad_us: float = 0.0
     bytes_per_s: float = 0.0
@@ -177,7 +176,6 @@ class Traffic(msgspec.Struct):
     groups: list[GroupTraffic] = []
     start_s: float = 0.0
     problem: str = ""
-    """First error; empty if all calls succeeded."""
     stage: str = ""
     cpu_ms: list[float] = []
 

@@ -90,7 +90,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of measurements between hosts. `leaders` has one rank of each host.
+    """Returns rounds of measurements. `leaders` has one rank of each host.
 
     A round is a list of pairs (measuring rank, measured rank). For up to 24 hosts, returns all pairs, by the circle
     method; a host is in at most one pair of a round. With more hosts, each host measures only to the hosts at distances
@@ -150,7 +150,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
 
 
 def _measure_latency(peer: socket.socket, link: Link) -> None:
-    """Measures round trips. The fastest round trip determines the clock offset, as in NTP."""
+    """The fastest round trip determines the clock offset, as in NTP."""
     trips, best_s = [], float("inf")
     for _ in range(40):
         before_s, started = time.time(), time.perf_counter()
@@ -165,7 +165,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Measures and sets `link.bytes_per_s`. Doubles the message size until a run takes a quarter of `budget_s`."""
+    """Doubles the message size until a run takes a quarter of `budget_s`."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):

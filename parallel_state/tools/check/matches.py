@@ -59,7 +59,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Groups all ranks by key, and applies `test` to each group. `keys` returns a rank's keys: one per group."""
+    """Groups all ranks by key, and applies `test` to each group."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]

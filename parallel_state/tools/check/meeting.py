@@ -35,7 +35,7 @@ _LATE_S = 1.5
 
 
 class NotMetError(Exception):
-    """Raised if this rank can't connect to the job's store, or can't serve the store."""
+    """This rank can't connect to the job's store, or can't serve it."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct):
     """The leader's message to all ranks, sent when the registration has ended."""
 
     arrivals: list[Facts]
-    """Facts of all ranks, in the order in which the ranks registered."""
+    """In the order in which the ranks registered."""
     links: list[list[tuple[int, int]]]
 
 
@@ -79,7 +79,7 @@ class Meeting:
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Waits for the ranks of the world. Returns the facts of all registered ranks, even surplus ones.
+        """Waits for all ranks. Returns their facts, even those of surplus ranks.
 
         Returns early if enough processes registered but ranks or world sizes conflict.
         """

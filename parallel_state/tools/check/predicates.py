@@ -1,4 +1,4 @@
-"""Finds the ranks to which a rule of `check` applies. One-line predicates are in `rules.py`."""
+"""Finds the ranks to which a rule of `check` applies."""
 
 from __future__ import annotations
 
@@ -479,7 +479,7 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Matches ranks on slow cores. Compares the best time of each core: momentary load doesn't change the best time."""
+    """Compares the best time of each core, which momentary load doesn't change."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
@@ -542,7 +542,6 @@ def wrong_answers(evidence: Evidence) -> Iterator[Match]:
 def slow_groups(evidence: Evidence) -> Iterator[Match]:
     facts = {each.place.rank: each for each in evidence.arrivals}
     for kind, groups in groups_of_kind(evidence).items():
-        # Groups within a host aren't compared with groups that span hosts.
         for some in grouped(groups, lambda ranks: len({evidence.host(facts[rank]) for rank in ranks}) > 1).values():
             if len(some) < 3:  # of two groups either may be the outlier
                 continue

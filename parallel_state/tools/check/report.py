@@ -141,7 +141,7 @@ def _wrapped(label: str, words: str, width: int) -> list[str]:
 
 
 def show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Prints the report, or writes it as JSON. If ranks didn't reach each other, one rank of each host prints."""
+    """If ranks didn't reach each other, one rank of each host prints."""
     report = outcome.report
     if report is None:
         return

@@ -1,4 +1,4 @@
-"""Runs the check on one rank. Every problem becomes a finding in the report."""
+"""Runs the check on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PASSES = 2
 """Number of measurements of each link. The better one counts: momentary load passes, but a slow link stays slow."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
-"""Time that is reserved for sending the report and for the acknowledgement."""
+"""Time reserved for the report and its acknowledgement."""
 MOST_RANKS = 64
 _START_S = 15.0
 
@@ -56,7 +56,7 @@ class Report(msgspec.Struct, dict=True):
     findings: list[Finding]
     hosts: dict[str, list[int]]
     ranks: list[Facts]
-    """Facts of all ranks. Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
+    """Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
     measured: dict[int, Measured]
     traffic: dict[int, Traffic]
 
@@ -69,13 +69,13 @@ class Report(msgspec.Struct, dict=True):
 class Outcome:
     exit_code: int
     report: Report | None = None
-    """The report, on the leader and on a rank that couldn't reach the leader. None on other ranks."""
+    """Set on the leader, and on a rank that couldn't reach the leader."""
     met: bool = True
 
 
 @dataclass
 class Session:
-    """One rank's check. `run` ends at most `options.timeout_s` after `began`."""
+    """`run` ends at most `options.timeout_s` after `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -206,7 +206,7 @@ class Session:
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:
-        """Sends the traffic in a thread. Abandons the thread if the traffic doesn't finish in time."""
+        """Abandons the traffic's thread if it doesn't finish in time."""
         os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this check's store occupies the port
         stage = "nothing"

@@ -1,7 +1,6 @@
 """Collects the data about one process that `check` needs.
 
-Nothing here waits for a peer. Slow sources (name server, driver, compiler) have a deadline. If a value can't be read,
-the reason is recorded instead.
+Nothing here waits for a peer. Slow sources (name server, driver, compiler) have a deadline.
 """
 
 from __future__ import annotations
@@ -239,7 +238,7 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Returns the interface that NCCL would choose. Follows `ncclFindInterfaces` (NCCL's src/misc/socket.cc)."""
+    """Follows `ncclFindInterfaces` (NCCL's src/misc/socket.cc)."""
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
     ]
@@ -373,7 +372,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> float:
-    """Returns the shortest time in ms for a fixed piece of work."""
+    """Returns the shortest time in ms of a fixed loop."""
     wall_ms = []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
@@ -384,7 +383,7 @@ def run_cpu(repeats: int = 25) -> float:
 
 
 def gpus() -> Gpus:
-    """Describes the GPUs, without creating a CUDA context. `with_own_gpu` sets this rank's GPU later."""
+    """Doesn't create a CUDA context. `with_own_gpu` sets this rank's GPU later."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 

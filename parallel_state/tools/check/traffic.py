@@ -31,7 +31,7 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Creates the groups and sends traffic through them. All ranks must call this with the same time limit `left_s`."""
+    """All ranks must call this with the same time limit `left_s`."""
     found = Traffic()
 
     def enter(stage: str) -> None:
@@ -48,7 +48,6 @@ def run(
         found.start_s = time.monotonic() - started
         for kind, group in groups_of(sizes):
             enter(f"traffic in {kind}")
-            # All ranks must make the same calls.
             if not _all_have_time(deadline):
                 break
             found.groups.append(_measure(kind, group, quick))
@@ -65,7 +64,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields kind and group of this rank's groups, in the same order on all ranks. `sizes`: by axis."""
+    """Yields kind and group, in the same order on all ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -103,7 +102,7 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
-    """Returns the times of `repeats` calls in µs. An additional first call, which can include set-up, is dropped."""
+    """Returns times in µs. An additional first call, which can include set-up, is dropped."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 

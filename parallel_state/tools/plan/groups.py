@@ -35,13 +35,12 @@ class Kind:
     axis: Axis
     count: int
     size: int
-    """Number of ranks in a group."""
     groups: Groups = field(repr=False, compare=False)
     nodes: int
     crossing: int
     same_as: tuple[str, ...]
     made: bool
-    """True if groups are created at start, False if on demand."""
+    """True: created at start; False: on demand."""
 
     @property
     def name(self) -> str:
@@ -90,7 +89,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """An axis of a group. `stride` is the distance of neighbours on this axis, in ranks."""
+    """`stride` is the distance of neighbours on this axis, in ranks."""
 
     axis: str
     size: int
@@ -202,15 +201,15 @@ BASIS = "cited, not measured here"
 @dataclass(frozen=True)
 class Communicators:
     made: tuple[tuple[str, ...], ...]
-    """For each set of ranks that has a communicator, the kinds of groups with this set."""
+    """For each set of ranks with a communicator: the kinds of groups with this set."""
     all_kinds: tuple[tuple[str, ...], ...]
     groups_made: int
-    """Number of groups in the whole world. torch creates each of them on every rank."""
+    """In the whole world: torch creates each of them on every rank."""
     groups_of_all_kinds: int
     all_to_all: bool
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Returns the least and the greatest memory of this many communicators."""
+        """Returns the least and the greatest memory."""
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
 

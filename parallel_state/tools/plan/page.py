@@ -17,7 +17,7 @@ from parallel_state.tools.plan.remarks import Remark
 
 MAX_RANKS = 16384
 _COLORS = 12
-"""Number of colors: `page.css` has the classes `c0` to `c11`."""
+"""`page.css` has the classes `c0` to `c11`."""
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
@@ -69,7 +69,7 @@ def for_script(text: str) -> str:
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the data from which `page.js` computes the groups: grids, axes and kinds of groups.
+    """Returns the data from which `page.js` computes the groups.
 
     For embedding groups, `places` lists the pipeline stages of a group's ranks. For groups that divide larger groups,
     `parts` has, for each larger group, the indices of the groups in it.

@@ -11,7 +11,7 @@ from parallel_state.tools.plan.groups import Kind, Plan, steps_of
 
 @dataclass(frozen=True)
 class Remark:
-    """A warning or note. Its `code` stays the same across versions."""
+    """Its `code` stays the same across versions."""
 
     level: str
     code: str
@@ -19,7 +19,7 @@ class Remark:
 
 
 def remarks_on(plan: Plan) -> list[Remark]:
-    """Returns all remarks on a plan, warnings first."""
+    """Returns the warnings, then the notes."""
     found = [remark for check in CHECKS for remark in check(plan)]
     return sorted(found, key=lambda remark: remark.level != "warning")
 
