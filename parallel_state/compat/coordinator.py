@@ -1,4 +1,4 @@
-"""Defines the base class of vLLM's and SGLang's GroupCoordinator: the methods that have the same names in both."""
+"""The base class of vLLM's and SGLang's GroupCoordinator: the methods that have the same names in both."""
 
 # mypy: disable-error-code="override"
 # The overrides have the engine's parameters.
@@ -22,9 +22,7 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the object of this class for group `made`. The first call creates the object, and fills it by
-        `_show(made, *facts)`.
-        """
+        """Returns the object of this class for group `made`. The first call fills it by `_show(made, *facts)`."""
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

@@ -18,7 +18,7 @@ loads = pickle.loads
 
 
 def dumps(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None) -> memoryview:
-    """Pickles an object. For a CPU tensor, only the tensor's own elements are pickled, not its whole storage.
+    """For a CPU tensor, only the tensor's own elements are pickled, not its whole storage.
 
     `buffer_callback` works as in `pickle.dumps`.
     """

@@ -19,10 +19,7 @@ ANSWER_S = 1.0
 
 @dataclasses.dataclass
 class StoreGroup:
-    """Ranks that exchange objects over a store.
-
-    Sender and receiver, or all ranks in a collective, must make their calls in the same order.
-    """
+    """Sender and receiver, or all ranks in a collective, must make their calls in the same order."""
 
     rank: int
     world_size: int

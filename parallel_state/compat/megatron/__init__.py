@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def _has_core() -> bool:
-    """Returns True if megatron-core is installed. Doesn't import `megatron.core`, which is large."""
+    """Doesn't import `megatron.core`, which is large."""
     spec = importlib.util.find_spec("megatron")
     paths = [] if spec is None else list(spec.submodule_search_locations or [])
     return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None

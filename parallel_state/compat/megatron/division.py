@@ -154,7 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Creates the world group over torch's default group. First destroys one over an earlier default group."""
+    """Creates the world group. First destroys one over an earlier default group."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """For each group of `kind`, creates a second process group with the same ranks. Returns this rank's second one."""
+    """Creates a second process group for each group of `kind`. Returns this rank's."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }

@@ -53,7 +53,7 @@ _TEXTS = {
     "rank": "Returns this rank's position in its {} group, or the setter's value.",
 }
 _NOT_ZERO = ("tp", "pp")
-"""Kinds of group whose size and rank getters raise an error before init. For other kinds these getters return 0."""
+"""Kinds whose size and rank getters raise an error before init. For other kinds these getters return 0."""
 _SETTERS = ("tensor_model_parallel_world_size", "tensor_model_parallel_rank", "pipeline_model_parallel_world_size",
             "pipeline_model_parallel_rank", "virtual_pipeline_model_parallel_world_size",
             "expert_model_parallel_world_size", "expert_model_parallel_rank", "expert_tensor_parallel_world_size",
@@ -204,7 +204,7 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Any:
-    """Returns the data- and context-parallel group of `group_size` ranks. Raises KeyError if no group has this size."""
+    """Raises KeyError if no group has this size."""
     if (0 if lookup.is_before_start() else lookup.size_of(_data_parallel(True))) == group_size:
         return lookup.required("dp_cp") if check_initialized else lookup.group_of("dp_cp")
     return lookup.HYBRID[group_size]  # type: ignore[index]

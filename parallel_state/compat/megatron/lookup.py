@@ -1,7 +1,7 @@
 """Finds this rank's groups by kind, and keeps the values of Megatron's setters.
 
-A kind is the name of a group in this library (`tp`, `dp_cp`, …), or `dp_cp_ag`, which only Megatron has. If a program
-has assigned a group to Megatron's module variable, that group is used instead of this library's group.
+A kind is the name of a group in this library (`tp`, `dp_cp`, …), or `dp_cp_ag`, which only Megatron has. A group that
+the program assigned to Megatron's module variable is used instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Options of the last initialize_model_parallel. Key `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
+"""Key `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
 GETTERS: dict[str, tuple[str, str]] = {
     "tensor_model_parallel": ("tp", "group world_size rank src_rank"),
     "pipeline_model_parallel": ("pp", "group world_size rank"),
@@ -55,7 +55,7 @@ VARIABLES = {
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
 }
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""Kind of group -> Megatron's variable for the group.
+"""Kind of group -> Megatron's variable.
 
 Megatron's main branch has more variables, for the axis `gtp_remat`, whose size is always 1 here.
 """

@@ -30,9 +30,7 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns the backend for new groups, or None for the default group's backend. Returns None on GPUs, or if this
-    library can't be compiled.
-    """
+    """Returns None, for the default group's backend, on GPUs or if this library can't be compiled."""
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
         return None
@@ -132,9 +130,7 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts Megatron's options of a group to GroupOptions. Raises RuntimeError for an unknown `net_name`, like
-    Megatron.
-    """
+    """Raises RuntimeError for an unknown `net_name`, like Megatron."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
@@ -174,8 +170,7 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns field name -> GroupCoordinator, for the fields `names` of a ProcessGroupCollection. Omits fields without
-    a group. The caller still owns the process groups.
+    """Returns field name -> GroupCoordinator. Omits fields without a group. The caller still owns the process groups.
 
     Every rank of the groups must call this with the same fields in the same order.
     """

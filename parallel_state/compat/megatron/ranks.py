@@ -27,7 +27,7 @@ def generate_masked_orthogonal_rank_groups(
 
 
 class RankGenerator:
-    """Computes lists of ranks from the sizes of the axes and their order, fastest-varying axis first.
+    """Computes lists of ranks. The fastest-varying axis is first.
 
     Megatron uses one generator for dense layers (`ep` is 1), and one for experts (`cp` is 1).
     """
@@ -48,7 +48,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis of `order`, True if `token` (such as `tp-dp`) contains the axis.
+        """Returns, for each axis of `order`, whether `token` (such as `tp-dp`) contains it.
 
         Raises ValueError for unknown axes.
         """
@@ -74,7 +74,7 @@ def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[
 
 
 def hybrid_ranks(ranks: Sequence[int]) -> list[list[int]]:
-    """Splits `ranks` into lists of 2, of 4, … consecutive ranks, for each power of two up to len(ranks) / 2."""
+    """Splits `ranks` into lists of 2, of 4, … consecutive ranks, up to half of them."""
     sizes = [2**power for power in range(1, int(log2(len(ranks))))]
     return [list(ranks[at : at + size]) for size in sizes for at in range(0, len(ranks), size)]
 

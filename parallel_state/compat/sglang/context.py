@@ -1,4 +1,4 @@
-"""SGLang's `get_parallel()`: the sizes, this rank's positions and the groups. SGLang reads and overrides them."""
+"""SGLang's `get_parallel()`: sizes, positions and groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 
 
 class ParallelContext:
-    """Sizes, this rank's positions and groups. Overrides in a `with` block have priority over permanent ones.
+    """Overrides in a `with` block have priority over permanent ones.
 
     Reading a group that doesn't exist raises GroupNotInitializedError; an unknown name raises AttributeError.
     """

@@ -139,7 +139,7 @@ class GroupCoordinator(GroupView):
         emit_bf16: bool = False,
         transpose_scale: bool = False,
     ) -> tuple[Tensor, ...] | None:
-        """Returns None, as SGLang does without ROCm. The caller then calls separate functions."""
+        """Returns None, as SGLang does without ROCm."""
         return None
 
     def all_gather(

@@ -57,7 +57,6 @@ def get_dp_tp_group() -> GroupCoordinator:
 
 
 def is_enable_moe_cp_allgather() -> bool:
-    """Returns True if attention's cp group is larger than the experts' dp group."""
     return bool(get_parallel().attn_cp_size > get_parallel().moe_dp_size)
 
 

@@ -23,7 +23,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 class _Resources:
-    """Holds the global TCPStore if SGLang isn't imported. Otherwise SGLang's own context holds the store."""
+    """Holds the global TCPStore if SGLang isn't imported."""
 
     tcp_store: Any = None
 

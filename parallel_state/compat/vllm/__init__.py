@@ -158,7 +158,7 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def _node_count(pg: Any) -> int:
-    """Returns the number of hosts in the group. Every rank of the group must call this."""
+    """Every rank of the group must call this."""
     return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
 
 

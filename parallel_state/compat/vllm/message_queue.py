@@ -87,7 +87,7 @@ class _Ring:
             )
         ends = tuple(range(readers + 1))
         self._facts = (c_int64 * (2 * len(ends))).from_address(self._address)
-        """PID and PID namespace of each end, the writer first."""
+        """PID and PID namespace of each end."""
         self._facts[2 * me + 1] = local_namespace("pid")
         self._facts[2 * me] = os.getpid()
         segment.close()
@@ -102,7 +102,7 @@ class _Ring:
 
     @property
     def end(self) -> Any:
-        """The sender or receiver of this end. The first access starts to watch the other processes for exits."""
+        """The first access starts to watch the other processes for exits."""
         with self._opening:
             if self._end is None:
                 ends, me = self._place.ranks, self._members.rank
@@ -117,7 +117,7 @@ class _Ring:
             return self._end
 
     def leave(self) -> None:
-        """Makes calls of the queue raise in all its processes."""
+        """Makes the queue's calls raise in all processes."""
         if self._end is not None:
             self._end.leave()
 
@@ -376,7 +376,7 @@ def _unlink(segment: Segment, pid: int) -> None:
 
 
 def _encode(obj: Any) -> tuple[bytes, list[Any]]:
-    """Returns a head and the buffers of 1 MiB or more. The head has their number, their sizes and the pickle."""
+    """Returns a head (number and sizes of the buffers, and the pickle) and the buffers of 1 MiB or more."""
     bodies: list[Any] = []
 
     def is_in_band(buffer: Any) -> bool:

@@ -19,7 +19,7 @@ _asking = threading.local()
 
 
 class StandBackError(Exception):
-    """Error if vLLM must run without this library; the text is the reason."""
+    """vLLM must run without this library; the text is the reason."""
 
 
 def find_platform() -> str | None:
@@ -55,7 +55,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """Calls the plug-in `ask`. Returns None if the plug-in raises, because vLLM treats such plug-ins as inactive."""
+    """Returns None if the plug-in raises, because vLLM treats such plug-ins as inactive."""
     try:
         return ask()
     except Exception:
