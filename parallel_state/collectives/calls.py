@@ -275,7 +275,6 @@ def all_to_all_by(
     inputs: Sequence[int] | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Does all_to_all of any dims by `exchange`, which works along dim 0."""
     checks.check_tensor(context, "all_to_all", x)
     if type(scatter_dim) is not int or scatter_dim != 0:
         scatter_dim = checks.normal_dim(context, "all_to_all", x, scatter_dim)

@@ -320,10 +320,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Raises unless `scale` is a float32 tensor of one element.
-
-    Doesn't check its value: reading a value from a device would block the host.
-    """
+    """Doesn't check the value: reading it from a device would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(

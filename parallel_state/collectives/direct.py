@@ -49,7 +49,7 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Has one function for each op, with the op's name and arguments. Not for compiled code.
+    """Has one function for each op. Not for compiled code.
 
     A function returns the op's result, or NotImplemented: the caller must then call the registered op.
     """
@@ -73,7 +73,7 @@ class DirectCalls:
     def __init__(self) -> None:
         self._facts: _Facts | None = None
         self.straight: Callable[[Any], Any] = _not_here
-        """A function that returns its argument if that tensor can bypass torch's dispatcher, else NotImplemented."""
+        """Returns its argument if that tensor can bypass torch's dispatcher, else NotImplemented."""
         for name in self.__class__.__annotations__:
             setattr(self, name, _not_here)
 

@@ -387,7 +387,7 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Exchanges slices. Splits of None mean equal slices, and save the 1.5 µs in which torch converts two lists."""
+    """Splits of None mean equal slices, and save the 1.5 µs in which torch converts two lists."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 

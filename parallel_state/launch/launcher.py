@@ -142,7 +142,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """Returns the cores of each rank. Called in the launcher, because the fork server can be bound to other cores."""
+    """Called in the launcher, because the fork server can be bound to other cores."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 

@@ -34,7 +34,7 @@ _START_DESCRIPTORS = 8
 _SERVER_END_S = 2.0  # a killed fork server has exited by then
 _CUT_S = 1.0
 _AT_INIT = ("parallel_state.launch.worker", "parallel_state.groups.world")
-"""Modules that the fork server imports in advance, because every rank needs them."""
+"""Modules that the fork server imports in advance."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
     "`if __name__ == '__main__':`"
@@ -106,7 +106,7 @@ class Rank:
 
 
 class Ranks:
-    """The processes of a launch. All of them have exited when the `with` block ends."""
+    """All ranks have exited when the `with` block ends."""
 
     def __init__(
         self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
@@ -156,19 +156,14 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if few file descriptors are free. Without this check, the fork server would exit with a
-        traceback.
-        """
+        """Raises OSError if few descriptors are free. Otherwise the fork server would exit with a traceback."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """Waits until all ranks have exited, or until the deadline.
-
-        After a first failure, waits at most 0.3 s for the other ranks (after Ctrl-C 0.8 s).
-        """
+        """After a first failure, waits at most 0.3 s for the other ranks (after Ctrl-C 0.8 s)."""
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()

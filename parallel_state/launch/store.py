@@ -49,9 +49,7 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the environment variables by which ranks find the job's store. The first node serves the store. `secret`,
-    `library`: see `secret_and_library`.
-    """
+    """Yields the environment variables by which ranks find the job's store, which the first node serves."""
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
         return
@@ -171,9 +169,8 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports in the store that this node's ranks are done.
-
-    On the node that serves the store, waits until the ranks of all nodes are done.
+    """Reports that this node's ranks are done. The node that serves the store waits until the ranks of all nodes are
+    done.
     """
     done, world = 0, config.world_size or 1
     try:

@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """The first record that a worker writes. If `kind` is "result", the function's result follows."""
+    """If `kind` is "result", the function's result follows."""
 
     kind: Literal["running", "result", "error", "interrupted"]
     time: float = 0.0  # monotonic, one clock for all processes of a host

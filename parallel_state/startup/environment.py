@@ -25,7 +25,7 @@ _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """This process's rank and local rank, the number of ranks, and the address of rank 0 (None if not needed)."""
+    """The address of rank 0 is None if not needed."""
 
     rank: int
     local_rank: int
@@ -87,10 +87,7 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """Returns the environment of a given rank.
-
-    If `local_rank` is -1, uses the launcher's variable (such as LOCAL_RANK), or else `rank`.
-    """
+    """If `local_rank` is -1, uses the launcher's variable (such as LOCAL_RANK), or else `rank`."""
     env = os.environ if environ is None else environ
     if local_rank < 0:
         family = _started_by(env)
@@ -114,7 +111,7 @@ def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets torch's `env://` variables, except those that are set already. Returns the new variables."""
+    """Sets torch's `env://` variables, except those that are set already. Returns the new ones."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,

@@ -32,7 +32,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """One rank's host, address and process. Every field is a string without spaces."""
+    """Every field is a string without spaces."""
 
     network: str = ""
     """Identifies the loopback network: processes with equal values can reach each other over it. Empty if unknown."""
@@ -43,12 +43,12 @@ class Address(NamedTuple):
     """Identifies the PID namespace: processes with equal values can watch each other by PID. Empty if unknown."""
     pid: str = ""
     born: str = ""
-    """Start of the process in the kernel's clock ticks. Distinguishes two processes that had the same PID."""
+    """Start of the process in clock ticks. Distinguishes two processes that had the same PID."""
     endpoint: str = ""
     cores: str = ""
     """Cores that the ranks of this host divide among themselves, such as `0-3,8`."""
     obstacle: str = ""
-    """Reason why this process can't listen for connections of other ranks; empty if listening works."""
+    """Reason why this process can't listen for other ranks; empty if it can."""
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Address:
@@ -88,10 +88,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Finds an address that two hosts announce.
-
-    Returns the address, then name, interface and ranks of each of the two hosts, or [].
-    """
+    """Returns an address that two hosts announce, then name, interface and ranks of each host, or []."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -105,10 +102,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Finds a rank that other ranks can't reach over the control plane.
-
-    Returns the found rank, its Address and the reason, or [].
-    """
+    """Returns a rank that others can't reach over the control plane, its Address and the reason, or []."""
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]

@@ -23,7 +23,7 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""Longest duration of the check. The check also takes at most half of the time until the start-up's deadline."""
+"""The check also takes at most half of the time until the start-up's deadline."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
@@ -85,7 +85,7 @@ def _agree(
 ) -> tuple[Verdict, list[_Pair]]:
     """Exchanges between all `ranks` which ranks can't be reached. `value` has the findings of this rank.
 
-    Returns whether all ranks took part, and all findings. Ends early if one of `watched` exits.
+    Ends early if one of `watched` exits.
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
@@ -103,7 +103,7 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 
 
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
-    """Connects to each of `leads`, one rank per host, except `rank`. Returns the unreachable leads with the reasons."""
+    """Connects to each of `leads`, except `rank`. Returns the unreachable leads with the reasons."""
     found: dict[int, str] = {}
     received = {lead: b"" for lead in leads if lead != rank}
     deadline = time.monotonic() + limit_s

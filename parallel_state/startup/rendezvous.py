@@ -107,7 +107,7 @@ class Met(NamedTuple):
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns the address at which other ranks reach this rank, `rank`.
+        """Returns the address at which other ranks reach this rank.
 
         Returns `towards_store`, the local address on the route to the store. If this is a loopback address but the
         world has several hosts, returns the rank's address in `places`.
@@ -130,7 +130,7 @@ def met_before(met: Met | None) -> Iterator[None]:
 
 
 _LINGERING: dict[int, contextlib.ExitStack] = {}
-"""Stores of failed starts that are still open, by PID. A forked child must not close its parent's stores."""
+"""Stores of failed starts that are still open, by PID: a forked child must not close its parent's stores."""
 
 
 def end_linger() -> None:
@@ -139,7 +139,7 @@ def end_linger() -> None:
 
 
 def _linger(watcher: Watcher, served: list[Any]) -> None:
-    """Keeps the stores of a failed start open; the watcher's thread closes them after 3 s."""
+    """The watcher's thread closes the stores of a failed start after 3 s."""
     until, watcher.status.start = time.monotonic() + _LINGER_S, None
     _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
     stack.callback(watcher.close)
@@ -351,8 +351,8 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits until all ranks have entered the store `world`. Returns the decision (start or error), and the number
-        of ranks that should read it. The store `launcher` announces this world as `name`.
+        """Waits until all ranks have entered the store `world`. Returns the decision, and the number of ranks that
+        should read it.
         """
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
@@ -393,7 +393,7 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if the text `complaint` repeats a rank's complaint that it can't reach rank 0.
+        """Returns True if `complaint` repeats a rank's complaint.
 
         Otherwise deletes `complaint` from `launcher`: perhaps rank 0 was only suspended, or the network interrupted.
         """
@@ -478,7 +478,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises the error of a start that failed before this rank took part. Raises the same error only once."""
+        """Raises the error of a start that failed before this rank took part, but only once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -499,8 +499,8 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision in the store `world`. Returns False if this process isn't in the world, or if
-        the store `launcher` announces a newer world than `name`.
+        """Waits for rank 0's decision. Returns False if this process isn't in the world, or if `launcher` announces a
+        newer world than `name`.
         """
         refused_at, look_at = None, time.monotonic()
         while True:

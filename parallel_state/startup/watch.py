@@ -53,7 +53,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a thread, and returns a Future of the result. The process can exit while `call` runs."""
+    """The process can exit while `call` runs."""
     future: Future[T] = Future()
 
     def run() -> None:
