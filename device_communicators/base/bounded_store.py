@@ -20,9 +20,7 @@ from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
 LAST_WORD_S = 0.5
-"""Time after a call's deadline to publish the failure through the store. Then, at most 1 s after the deadline, the call
-raises its error.
-"""
+"""Time after a call's deadline to publish the failure through the store."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LONGEST_TIMEOUT_S = 86_400.0
 
@@ -73,7 +71,7 @@ class BoundedStore:
         those of the control plane's stores do. Then operations run in the calling thread.
         """
         self.raw = store
-        """The wrapped torch store, which can be passed to torch's functions. Its operations have no deadline."""
+        """The wrapped torch store. Its operations have no deadline."""
         self._limit_s = limit_s
         self._deadline = deadline
         self._ended = ended
@@ -86,9 +84,7 @@ class BoundedStore:
         return store if isinstance(store, BoundedStore) else cls(store)
 
     def until(self, deadline: float, ended: Callable[[], object] = _never) -> BoundedStore:
-        """Returns a store on the same connection whose operations fail at `deadline`, or earlier if `ended()` returns
-        True.
-        """
+        """Returns a store on the same connection that fails at `deadline`, or earlier if `ended()` returns True."""
         return BoundedStore(
             self.raw,
             limit_s=float("inf"),
@@ -130,8 +126,8 @@ class BoundedStore:
         return f"the store at {host}:{port}, which {server} serves,"
 
     def start(self, job: Callable[[BoundedStore], object]) -> None:
-        """Runs `job(store)` in a helper thread and returns. The store's operations have no deadline there. A failure of
-        the store, or an operation that this kind of store lacks, ends `job`.
+        """Runs `job(store)` in a helper thread. The store's operations have no deadline there. A failure of the store,
+        or an operation that this kind of store lacks, ends `job`.
         """
         direct = BoundedStore(self.raw)
         direct._is_direct = True
@@ -172,9 +168,7 @@ class BoundedStore:
 
     @property
     def waits_in_server(self) -> bool:
-        """Returns True for the control plane's stores. Their `wait_for` sends one request, which the server answers
-        when the keys exist.
-        """
+        """True for the control plane's stores: the server answers `wait_for` when the keys exist."""
         return hasattr(_server_of(self.raw), "access")
 
     def hold(self, key: str, value: str) -> None:

@@ -47,7 +47,7 @@ def about_cache(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the cache's folder. The user can delete it at any time: the code is then compiled again."""
+    """The user can delete it at any time: the code is then compiled again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 

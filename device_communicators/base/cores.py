@@ -88,7 +88,7 @@ def _list_in(path: Path) -> set[int]:
 
 
 def parse_list(text: str) -> list[int]:
-    """Returns the numbers in a list such as `0-3,8`. Raises ValueError if the text is invalid."""
+    """Parses a list such as `0-3,8`. Raises ValueError if the text is invalid."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
@@ -167,8 +167,8 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns the number of ranks in each area, or 0 if the ranks can't be divided into areas. `areas` has one entry
-    for each rank. `by` is "nodes" (NUMA), "caches" (NUMA nodes, or caches if there is only one node) or "off".
+    """Returns the number of ranks in each area, or 0 if they can't be divided. `areas` has one entry for each rank.
+    `by` is "nodes" (NUMA), "caches" (NUMA nodes, or caches if there is only one node) or "off".
 
     Each area must contain the same number of consecutive ranks, at least two, because reductions first sum within each
     area.

@@ -32,9 +32,7 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Registers `function`, which each forked child calls at its start. Idempotent. Call this at first need, not at
-    import.
-    """
+    """Registers `function`, which each forked child calls at its start. Call this at first need, not at import."""
     os.register_at_fork(after_in_child=function)
 
 

@@ -27,7 +27,7 @@ def _prctl() -> Any:
 
 
 def name_this_thread(name: str) -> None:
-    """Sets the thread's name in the kernel, which keeps 15 bytes."""
+    """Sets the name in the kernel, which keeps 15 bytes."""
     _prctl()(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
@@ -47,7 +47,7 @@ class _Helpers:
         self._ends = 0
 
     def run(self, job: Callable[[], object]) -> None:
-        """Runs `job`, which must not raise, in an idle thread of the pool or a new one."""
+        """Runs `job`, which must not raise, in an idle or a new thread."""
         try:
             _, jobs = self._idle.pop()
         except IndexError:

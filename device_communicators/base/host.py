@@ -62,7 +62,7 @@ def _stat(pid: int, field: int) -> str:
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
-    """Returns the results of getaddrinfo. Raises OSError instead of Python's UnicodeError for an invalid name."""
+    """Calls getaddrinfo. Raises OSError instead of Python's UnicodeError for an invalid name."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except UnicodeError as error:

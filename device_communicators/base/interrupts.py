@@ -16,14 +16,14 @@ class Terminated(KeyboardInterrupt):
 
 
 def report_end(program: str, error: KeyboardInterrupt) -> int:
-    """Prints to stderr that `error` ended the program. Returns the exit code, 128 + the signal's number."""
+    """Prints to stderr that `error` ended the program. Returns 128 + the signal's number."""
     is_terminated = isinstance(error, Terminated)
     print(f"{program}: {'terminated' if is_terminated else 'interrupted'}", file=sys.stderr)
     return 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
 
 
 def run_interruptible(program: str, command: Callable[[], int]) -> int:
-    """Calls `command` and returns its exit code, or that of `report_end` if Ctrl-C or SIGTERM ended the command.
+    """Returns the command's exit code, or that of `report_end` if Ctrl-C or SIGTERM ended it.
 
     SIGTERM raises Terminated in `command`, as Ctrl-C raises KeyboardInterrupt.
     """

@@ -1,4 +1,4 @@
-"""Finds which limit of the process, the user or the machine caused an error, and describes how to raise that limit."""
+"""Finds which limit caused an error, and describes how to raise it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Highest limit that the library sets, which is enough for 13,000 groups. Containers allow 10⁹, but then programs that
-close every possible descriptor would take minutes.
+"""Enough for 13,000 groups. Containers allow 10⁹, but then programs that close every possible descriptor would take
+minutes.
 """
 _TEXTS = {
     "Too many open files": errno.EMFILE,

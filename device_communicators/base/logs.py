@@ -1,6 +1,4 @@
-"""Configures the library's log if the program has not configured logging, and chooses the rank that logs a host's
-problems.
-"""
+"""Configures the library's log, and chooses the rank that logs a host's problems."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(rank: int | None) -> None:
-    """Adds a handler that shows the rank, except if the program has handlers of its own. Idempotent."""
+    """Adds a handler that shows the rank, except if the program has handlers of its own."""
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
         own = [_OwnHandler()]

@@ -19,7 +19,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 
 
 class Timeout:
-    """The timeout of a group, shared by all objects of that group. A change applies to calls that begin later."""
+    """Shared by all objects of a group. A change applies to calls that begin later."""
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0

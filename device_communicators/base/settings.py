@@ -1,4 +1,4 @@
-"""The library's environment variables. The library reads a variable each time it needs the value."""
+"""The library's environment variables. They are read at each use."""
 
 from __future__ import annotations
 

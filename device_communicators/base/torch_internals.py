@@ -144,7 +144,7 @@ def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
 
 
 def group_over(store: Any, rank: int, size: int, backend: Any) -> Any:
-    """Returns a process group that runs calls of CPU tensors on `backend`, an object of a torch backend's C++ class."""
+    """Returns a process group that runs calls of CPU tensors on `backend`."""
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
@@ -370,7 +370,7 @@ def mark_constant(function: Any) -> None:
 
 
 def mark_static_address(tensor: Any) -> None:
-    """Marks an input's address as constant. A compiled graph that writes to this input can then become a CUDA graph."""
+    """A compiled graph that writes to this input can then become a CUDA graph."""
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -422,7 +422,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores `value` in this thread. Threads that autograd uses for this thread's backward can read the value, too."""
+    """Threads that autograd uses for this thread's backward can read the value, too."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -486,8 +486,8 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the graph's copy of the ordering token `token`. The first call for each device and tracer creates the
-    copy, which `mode` keeps.
+    """Returns the graph's copy of the ordering token. The first call for each device and tracer creates it; `mode`
+    keeps it.
     """
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
@@ -500,7 +500,7 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""Base class of autograd functions whose `apply` accepts torch.func transforms."""
+"""Base class whose `apply` accepts torch.func transforms."""
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active

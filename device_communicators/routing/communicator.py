@@ -35,9 +35,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """Describes a call, for the choice of a communicator. Equal on all ranks, so that all ranks choose the same
-    communicator.
-    """
+    """Describes a call. Equal on all ranks, so that all choose the same communicator."""
 
     operation: str
     dtype: torch.dtype | None
@@ -53,7 +51,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupContext(GroupMember):
-    """Describes a group on one rank: its ranks, device, timeout and process groups."""
+    """Describes a group on one rank."""
 
     name: str
     ranks: tuple[int, ...]
@@ -68,11 +66,11 @@ class GroupContext(GroupMember):
     host_memory: HostMemory | None = None
     watcher: Watcher | None = None
     domain: FailureDomain | None = None
-    """The ranks whose death fails the group. If None, these are the group's own ranks."""
+    """The ranks whose death fails the group; None: its own ranks."""
     channel: int = 0
     """Number that distinguishes groups that use the same process groups."""
     given: str = ""
-    """Label of the process group that the caller passed in; empty if the library created the process group."""
+    """Label of the process group that the caller passed in; else empty."""
     simulated: bool = False
     fake: bool = False
     custom_all_reduce: bool = True
@@ -108,7 +106,7 @@ class GroupContext(GroupMember):
 
     @property
     def ranked_key(self) -> str:
-        """Returns the group's name, its size and this rank, for ops whose compiled code depends on the rank."""
+        """For ops whose compiled code depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
@@ -124,7 +122,7 @@ class GroupContext(GroupMember):
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
-        """Gathers `record` of every rank and returns the list, by rank. Every rank must call this."""
+        """Returns every rank's `record`. Every rank must call this."""
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
             self.ranks,
@@ -179,8 +177,7 @@ class Communicator(ABC):
     picks_by_size: ClassVar[bool] = False
     """True if the result of `refusal` depends on the tensor's number of elements."""
     carries_the_device: ClassVar[bool] = False
-    """True if this communicator supports every tensor on the group's device. Communicators of lower preference are then
-    not set up.
+    """True if every tensor on the group's device is supported. Communicators of lower preference are then not set up.
     """
 
     adds_in_tree_order: ClassVar[bool] = False
@@ -192,8 +189,8 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates the resources that all ranks must create together, and returns None. If this fails on any rank, every
-        rank frees its resources and returns the reason.
+        """Creates the resources that all ranks must create together. If this fails on any rank, every rank frees its
+        resources and returns the reason.
         """
         return None
 
@@ -218,7 +215,7 @@ class Communicator(ABC):
         """Allocates the memory that `suspend` freed. Does nothing if `suspend` wasn't called."""
 
     def connect(self, peer: int) -> None:
-        """Creates the resources of transfers with `peer` in advance. The peer must call this, too."""
+        """Prepares transfers with `peer`, which must call this, too."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -336,7 +333,7 @@ class Communicator(ABC):
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs `operation` (send, recv or broadcast_) for each of the contiguous tensors."""
+        """`operation`: send, recv or broadcast_."""
         for each in tensors:
             getattr(self, operation)(each, peer)
 
@@ -483,9 +480,7 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
-    """Concatenates the tensors `blocks[0]`, `blocks[1]` and so on along `dim`. If these are 0-d (`x_dim` is 0), returns
-    `blocks`.
-    """
+    """Concatenates `blocks[0]`, `blocks[1]`, … along `dim`. If these are 0-d (`x_dim` is 0), returns `blocks`."""
     if x_dim == 0:
         return blocks
     if dim == 0:
@@ -512,9 +507,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Base class of communicators that support only some operations. Each operation that isn't overridden raises
-    UnsupportedError.
-    """
+    """Supports only some operations. Each operation that isn't overridden raises UnsupportedError."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

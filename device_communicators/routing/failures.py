@@ -32,8 +32,8 @@ ADVICE: dict[type[CommunicationError], str] = {
 
 
 _RAISED: deque[CommunicationError] = deque(maxlen=16)
-"""The last errors that were raised through torch's C++. These are copies: the originals would keep tensors of their
-stack frames alive.
+"""The last errors raised through torch's C++. These are copies: the originals would keep tensors of their stack frames
+alive.
 """
 
 
@@ -44,7 +44,7 @@ def note_error(error: CommunicationError) -> None:
 
 @host_call(OUTSIDE)
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
-    """Returns the error of this library that caused `exception`, or None. Sends nothing to other ranks.
+    """Returns the error of this library that caused `exception`, or None. Sends nothing.
 
     Also finds errors of the backend "parallel_state" that torch's autograd replaced by DistBackendErrors.
     """
@@ -95,7 +95,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Sets `elapsed_s` of communication errors raised in the block to the time since the block's start."""
+    """Sets `elapsed_s` of communication errors to the time since the block's start."""
     started = time.monotonic()
     try:
         yield

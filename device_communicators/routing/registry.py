@@ -24,12 +24,12 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""Maps the keys of groups to the groups' names. Includes destroyed groups."""
+"""Key -> name. Includes destroyed groups."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the routes of this process's groups. Omits closed and simulated groups, and groups of one rank."""
+    """Omits closed and simulated groups, and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
@@ -110,7 +110,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 def _leave_to_parent() -> bool:
     """In a forked child, marks inherited routes as unusable without freeing their resources. Returns True if there are
-    inherited routes.
+    any.
     """
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
     for route in inherited:
@@ -119,7 +119,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """Makes `find_route` find the route. The caller must keep the route alive."""
+    """The caller must keep the route alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)

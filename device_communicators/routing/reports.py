@@ -193,7 +193,7 @@ def _verdict_of_all(
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
     """Returns each rank's report for the lowest call number in `reports`. Some ranks can already be in the next call.
 
-    If a rank's call with this number is unknown, returns `reports`.
+    If such a call is unknown, returns `reports`.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

@@ -131,7 +131,7 @@ class Route:
         self.context = context
         self.key, self.ranked_key = context.key, context.ranked_key
         self.refusals = refusals
-        """Maps the name of each unused communicator to the reason."""
+        """Unused communicator -> reason."""
         self.paths = paths
         self._on_cuda = context.device.type == "cuda"
         self._traffic: dict[str, Traffic] = {}
@@ -170,9 +170,7 @@ class Route:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Returns the communicators in order of preference. Assigning a new list affects the calls that begin
-        afterwards.
-        """
+        """In order of preference. Assigning a new list affects the calls that begin afterwards."""
         return self._communicators
 
     @communicators.setter
@@ -248,7 +246,7 @@ class Route:
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns an uninitialised tensor in memory that peers can access, or None. Every rank calls this."""
+        """Returns memory that peers can access, or None. Every rank calls this."""
         size_bytes = math.prod(size) * dtype.itemsize
         maker = next((each for each in self.communicators if each.has_memory), None)
         if maker is None or size_bytes == 0:
@@ -410,7 +408,7 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """Returns the last operations. An operation without an end is running or has failed."""
+        """An operation without an end is running or has failed."""
         others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
@@ -438,8 +436,8 @@ class Route:
         raise UnsupportedError(f"no communicator of {self.context} supports {request}: {reasons}")
 
     def check_usable(self, operation: str = "a call", started: float | None = None) -> None:
-        """Raises an error if the group was destroyed, has failed, or belongs to the parent process, or if one of its
-        ranks has died.
+        """Raises if the group was destroyed, has failed, or belongs to the parent process, or if one of its ranks has
+        died.
         """
         if self.closed:
             if self.is_parents:
@@ -468,7 +466,7 @@ class Route:
         raise failure from error
 
     def _began(self, started: float) -> float:
-        """Returns the start of the user's call, which can be earlier than `started`."""
+        """The user's call can have begun earlier than `started`."""
         collectives = self.context.collectives
         repeated_s = 0.0 if collectives is None else collectives.library.ps_repeated_since_s()
         return min(started, repeated_s or started, began_s() or started)
@@ -570,8 +568,8 @@ class Route:
             communicator.set_up(divisible=divisible)
 
     def suspend(self) -> None:
-        """Frees the group's buffers until `resume`. Every rank calls this. Raises UsageError on all ranks if any rank
-        is in a call; the group then remains usable.
+        """Every rank calls this. Raises UsageError on all ranks if any rank is in a call; the group then remains
+        usable.
         """
         self.check_usable("suspend")
         if self.suspended or self.context.size == 1 or self.context.simulated:
@@ -591,9 +589,7 @@ class Route:
             memory.suspend()
 
     def resume(self) -> None:
-        """Allocates the memory that `suspend` freed. Every rank calls this. Does nothing if the
-        group isn't suspended.
-        """
+        """Every rank calls this. Does nothing if the group isn't suspended."""
         self.check_usable("resume")
         if self.suspended:
             memory = self.context.host_memory
@@ -648,7 +644,6 @@ class Route:
         return "\n".join(lines)
 
     def close(self) -> None:
-        """Frees the communicators. Idempotent."""
         if not self.closed:
             self.closed = True
             with ExitStack() as stack:  # runs all callbacks, even if one raises

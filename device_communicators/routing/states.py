@@ -15,7 +15,7 @@ from device_communicators.routing.communicator import GroupContext
 MOST_ASKED = 16
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
 STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
-"""These operations return before they end, so a record without an end doesn't mean a failure."""
+"""A record of these without an end doesn't mean a failure."""
 _TRANSFERS = {
     "irecv_": "irecv",
     "send_message": "send_tensor_dict",
@@ -23,7 +23,7 @@ _TRANSFERS = {
     "send_list": "send_tensor_dict with a spec",
     "recv_list": "recv_tensor_dict with a spec",
 }
-"""Maps operations to the user's methods that run them. Used for records that don't contain the method."""
+"""Operation -> the user's method, for records that don't contain the method."""
 
 
 def call_in_words(context: GroupContext, operation: Operation) -> str:
@@ -60,19 +60,18 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
 
 
 def group_key(context: GroupContext) -> str:
-    """Returns a name of the group that is equal on all its ranks."""
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
 class State(NamedTuple):
     key: str = ""
-    """The `group_key` of the call's group, or empty outside of calls."""
+    """The `group_key`; empty outside of calls."""
     group: str = ""
     call: str = ""
     place: str = ""
     """Source lines of the user's program on the stack, innermost first."""
     obstacle: str = ""
-    """The reason why the rank can't answer. The other fields are then empty."""
+    """Why the rank can't answer. The other fields are then empty."""
     is_compiling: bool = False
     idle_s: float = 0.0
     """Seconds since the rank's last call, or -1 if the rank makes calls one after another."""
@@ -124,7 +123,7 @@ def describe_states(states: dict[int, State], context: GroupContext) -> list[str
 
 
 def pack_answer(value: Any) -> bytes:
-    """Returns compressed JSON: replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
+    """Compressed, because replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
     return zlib.compress(json.dumps(value).encode())
 
 

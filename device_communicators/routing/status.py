@@ -56,7 +56,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """Stores the reports and states that ranks sent about one failed group, by global rank."""
+    """What ranks sent about one failed group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -64,7 +64,7 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """Interface to a group's calls, implemented by `Route` and by groups of the torch.distributed backend."""
+    """Implemented by `Route` and by groups of the torch.distributed backend."""
 
     @property
     def context(self) -> GroupContext: ...
@@ -90,12 +90,12 @@ class Status:
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
         self._waited_at_s = time.monotonic()
-        """Last time at which this rank was in a call."""
+        """When this rank was last in a call."""
         self._logged = 0.0, 0.0
         """Start and length of the last wait that was logged."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
-        """Describes the start-up that this rank waits for; None once start-up is complete."""
+        """None once start-up is complete."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
@@ -210,9 +210,7 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Asks `ranks` for their states and passes those that arrive within 0.3 s to `take`. This thread or the control
-        plane's thread calls `take`.
-        """
+        """Passes states that arrive within 0.3 s to `take`. This thread or the control plane's thread calls `take`."""
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -240,8 +238,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks outside `asked` that can watch ranks in `asked`. Ranks that this rank, or another rank in
-        `asked`, can watch need no such helper.
+        """Returns ranks outside `asked` that can watch ranks in `asked`. Ranks that this rank, or another in `asked`,
+        can watch need no helper.
         """
         helpers: list[int] = []
         for rank in asked:
@@ -344,7 +342,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """Includes the group's calls in the state that this rank reports, if the group has a control plane."""
+    """Includes the group's calls in the state that this rank reports."""
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return
@@ -363,5 +361,5 @@ def _live_groups() -> list[Calls]:
 
 
 _GROUPS: weakref.WeakSet[Calls] = weakref.WeakSet()
-"""Contains the groups of all worlds, because a rank's call can be in any of them."""
+"""Groups of all worlds, because a rank's call can be in any of them."""
 _GROUPS_LOCK = threading.Lock()

@@ -44,9 +44,7 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """Waits for the work in a thread that keeps the process group alive, because freeing the
-        group now would block.
-        """
+        """The thread keeps the process group alive, because freeing it now would block."""
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
