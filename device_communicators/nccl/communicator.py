@@ -1,7 +1,6 @@
 """Runs calls over NCCL on the current stream. Calls that return a `Work` run on a side stream.
 
-8-bit floats are reduced in a wider dtype, because NCCL rounds each partial sum. 16-bit floats are reduced by NCCL as
-they are.
+8-bit floats are reduced in a wider dtype, because NCCL rounds each partial sum. 16-bit floats are reduced as they are.
 """
 
 from __future__ import annotations
@@ -315,9 +314,7 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Returns a context for a call. If the watch thread aborts the call, the context raises the failure that the
-        thread found.
-        """
+        """If the watch thread aborts the call, the context raises the failure that the thread found."""
         watch = self._watched()
         watch.begin(operation)
         try:
@@ -511,7 +508,7 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Runs the barrier over gloo, because a barrier must block the host."""
+        """Runs over gloo, because a barrier must block the host."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 

@@ -76,7 +76,7 @@ class Watch:
         abort: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: CommunicationError | None = None
-        """The failure that the thread found; set before the thread calls `abort`."""
+        """Set before the thread calls `abort`."""
         self._context = context
         self._find_failure, self._abort = find_failure, abort
         self._make_marker = make_marker
@@ -107,7 +107,7 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the CUDA streams on which calls enqueued work. Captured calls don't count."""
+        """Captured calls don't count."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:

@@ -111,7 +111,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in other ranks' `split` without getting a new communicator."""
+        """Takes part in `split` without getting a new communicator."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:
@@ -170,7 +170,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """Returns NCCL's state of the communicator. Any thread can call this; it never blocks."""
+        """Any thread can call this; it never blocks."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -250,7 +250,7 @@ class Handle:
         end_all([self], in_order=False)
 
     def close(self) -> None:
-        """Frees the communicator. The device must have finished its calls. Idempotent."""
+        """The device must have finished its calls. Idempotent."""
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:

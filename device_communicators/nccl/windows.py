@@ -46,17 +46,13 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Records windows and their memory blocks. Equal on all ranks, because all ranks make the same changes in the same
-    order.
-    """
+    """Equal on all ranks, because all ranks make the same changes in the same order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.digest = 0
-        """Checksum of all changes. If a rank missed a change, the ranks find different checksums at the next
-        allocation.
-        """
+        """Checksum of all changes. Differs at the next allocation if a rank missed a change."""
 
     def take(self, size_bytes: int) -> int | None:
         number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)
@@ -121,9 +117,9 @@ class Windows:
         self._refused: list[int] = []
         """Addresses of memory that some rank couldn't register."""
         self._returned: deque[int] = deque()
-        """Memory blocks that this rank has released since the last `_collect`."""
+        """Blocks that this rank has released since the last `_collect`."""
         self._free: set[int] = set()
-        """Memory blocks that this rank has released, but that perhaps other ranks still use."""
+        """Blocks that this rank has released, but that perhaps other ranks still use."""
         self._allocated_on: set[int] = set()
         self._warned = False
 

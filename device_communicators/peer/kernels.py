@@ -26,7 +26,7 @@ MAX_RANKS = 8
 MAX_BLOCKS = 128
 MAX_THREADS = 512
 PART_PACKETS = 256
-"""Number of packets that a block sends to each rank in one round (*epoch*). A packet has 8 data bytes."""
+"""Packets that a block sends to each rank in one round (*epoch*). A packet has 8 data bytes."""
 STAGE_BYTES = 32 << 10
 """Bytes of staging memory per block and round."""
 REGION_ALIGNMENT = 256
@@ -70,8 +70,7 @@ class Launcher(Protocol):
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns the maximum number of blocks of a launch. All blocks must run at the same time, because they wait for
-        peers.
+        """Returns the maximum number of blocks of a launch: all must run at the same time, because they wait for peers.
 
         Uses at most half the multiprocessors. Otherwise two launches could each get a part of the GPU and deadlock.
         """
@@ -106,7 +105,6 @@ def read_report(word: int) -> KernelReport | None:
 
 
 THREADS = {"push": 256, "pull": 512, "two_shot": 512}
-"""Threads per block."""
 _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
@@ -164,7 +162,7 @@ def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) 
 
 
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
-    """Compiles the kernels for `arch`, such as "sm_90". Writes the assembler's report to `log`."""
+    """`arch`: such as "sm_90". `log` receives the assembler's report."""
     nvrtc_version()  # raises a clearer error if the library is missing
     core, _ = _packages()
     try:
@@ -299,7 +297,6 @@ class PeerKernels:
     @staticmethod
     @functools.cache
     def load(device: int) -> PeerKernels:
-        """Loads the kernels for torch's device number `device`."""
         driver = _load_driver()
         nvrtc = nvrtc_version()
         if nvrtc[0] > driver.version[0]:

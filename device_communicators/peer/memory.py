@@ -25,11 +25,11 @@ from device_communicators.routing.failures import died
 _RENDEZVOUS_S = 60.0
 """If one rank fails in torch's rendezvous, the others detect the failure only by this timeout."""
 ALIGNMENT = 256
-"""Alignment of regions' addresses, in bytes."""
+"""Of regions' addresses, in bytes."""
 
 
 class NotSharedError(Exception):
-    """Raised on all ranks if the group can't share GPU memory. Used only inside this package."""
+    """Raised on all ranks if the group can't share GPU memory."""
 
 
 class Sharing(Protocol):
@@ -146,7 +146,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 class PeerMemory:
-    """The regions of all ranks. `addresses[r]` is the address of rank r's region in this process."""
+    """`addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
@@ -159,7 +159,7 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """Releases the regions. This rank's work on them must be finished. Idempotent."""
+        """This rank's work on the regions must be finished. Idempotent."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
@@ -170,9 +170,7 @@ class PeerMemory:
 
 
 def hold(what: object) -> None:
-    """Keeps an object alive until `release`. Freeing the object at exit would wait for the device, or abort if CUDA has
-    failed.
-    """
+    """Keeps an object alive until `release`. At exit, freeing it would wait for the device, or abort if CUDA failed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 

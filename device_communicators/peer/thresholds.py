@@ -30,7 +30,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 @dataclass(frozen=True)
 class Conditions:
     arch: str
-    """CUDA's compute capability, such as `9.0`."""
+    """Compute capability, such as `9.0`."""
     world_size: Count
     one_gpu_each: bool = False
     link: str = ""
@@ -48,7 +48,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
-    """The largest message in bytes for each algorithm and operation. 0 disables the algorithm or operation."""
+    """The largest message in bytes. 0 disables the algorithm or operation."""
 
     push: Count
     pull: Count
@@ -56,7 +56,7 @@ class Thresholds(Conditions):
     all_gather: Count
     """Largest input of one rank, in bytes."""
     all_gather_push: Count
-    """Largest input that uses push, in bytes. Larger inputs use pull."""
+    """In bytes. Larger inputs use pull."""
     reduce_scatter: Count
     """Largest output of one rank, in bytes."""
     reduce_scatter_push: Count
@@ -64,7 +64,7 @@ class Thresholds(Conditions):
     measured: bool
     source: str
     proven_calls: Count = 0
-    """Number of test calls, with random delays, that returned correct results before the row was written."""
+    """Test calls, with random delays, that returned correct results before the row was written."""
     own_nccl: bool = False
     """True if this library's NCCL communicators were faster than torch's."""
 
@@ -121,7 +121,7 @@ def load(path: Path | None = None) -> Table:
 
 
 _CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
-"""In each row: maximum number of ranks, and limits of pull and two_shot in bytes."""
+"""Maximum number of ranks, and limits of pull and two_shot in bytes."""
 
 
 def cited(arch: str, world_size: int) -> Thresholds | None:
@@ -233,7 +233,7 @@ def warn_once(setting: str) -> None:
 class Admission:
     thresholds: Thresholds
     pinned: str | None
-    """The algorithm for all sizes, or None to choose by size."""
+    """The algorithm for all sizes; None: by size."""
     topology: GroupTopology
 
 

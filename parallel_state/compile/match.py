@@ -29,7 +29,7 @@ _TOKEN = {"_token_base_index", "_all_bases"}
 _ONE_NODE = (_ATEN.rms_norm.default, FUSED_RMS_NORM)
 _CLAMPS = (_ATEN.clamp.default, _ATEN.clamp_min.default, _ATEN.clamp_max.default)
 _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32) | {torch.float64: torch.float64}
-"""Maps a dtype to the dtype in which its norm must be computed."""
+"""Dtype -> dtype in which its norm must be computed."""
 
 
 class NoMatch(Exception):

@@ -37,9 +37,7 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Gives our own NCCL communicators a stream of high priority. Set the same field of `options` for the process
-    group.
-    """
+    """For our own NCCL communicators. Set the same field of `options` for the process group."""
     lazy_cpu_group: bool = False
     """If True, the gloo group beside a device group is created at its first use, by all ranks together."""
 
@@ -60,8 +58,8 @@ def create_group(
 ) -> Group:
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank. `make`: GroupCoordinator.
 
-    ProcessGroupPool.acquire describes which ranks must call this, and the other arguments. `domain`: the ranks whose
-    death fails the group, by default all ranks of the world.
+    See ProcessGroupPool.acquire for the callers and the other arguments. `domain`: the ranks whose death fails the
+    group, by default all ranks of the world.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -135,9 +133,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts to `timeout_s`. The gloo group's stays at least `at_creation_s`, because other groups use the
-    same gloo group.
-    """
+    """The gloo group's timeout stays at least `at_creation_s`, because other groups use the same gloo group."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))

@@ -109,7 +109,7 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Gives compiled code the current groups, and a guard on them.
+    """Gives compiled code the current groups and a guard.
 
     The getter of `groups` is an `instancemethod`: dynamo takes that type for C code and doesn't trace it.
     """
@@ -141,7 +141,7 @@ def using(groups: _Groups) -> Iterator[_Groups]:
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-"""Modules whose worker threads run functions that other threads submit."""
+"""Their worker threads run functions that other threads submit."""
 
 
 class _ThreadStarts:

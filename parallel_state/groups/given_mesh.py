@@ -54,7 +54,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the mesh's dims in ascending order of their strides, with `ep` inserted where Megatron has it.
+    """Orders the mesh's dims by stride, ascending, with `ep` where Megatron has it.
 
     A dim's stride is the distance between ranks that are neighbours along this dim.
     """

@@ -68,7 +68,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims of a root mesh over all ranks that contains the dims `wanted`, slowest-varying first.
+    """Returns the dims of a root mesh that contains the dims `wanted`, slowest-varying first.
 
     torch can't combine root meshes that order ranks differently, so each root mesh has a dim for every axis.
     """

@@ -66,7 +66,7 @@ class ParallelGroups:
     virtual_pipeline: VirtualPipeline | None = None
     divide: Callable[[Mapping[str, int | None]], ParallelGroups] | None = field(default=None, repr=False, compare=False)
     ranks: dict[str, list[int]] = field(default_factory=dict, repr=False)
-    """The global ranks of each group, created or not. They are stored because compiled code can't compute them."""
+    """The global ranks of each group, created or not. Stored because compiled code can't compute them."""
     meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
     is_view: bool = False
     """True if another object owns the groups. `close` then does nothing."""
@@ -394,9 +394,7 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Creates this rank's group of the kind `name`. Returns None if this rank has none. Every rank of the group
-        must call this.
-        """
+        """Returns None if this rank has no such group. Every rank of the group must call this."""
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()
@@ -409,7 +407,7 @@ class _Division:
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
-        """Creates a group during the init. All ranks of `world` must call it, also ranks that are in no such group."""
+        """All ranks of `world` must call it, also ranks that are in no such group."""
         ranks = self._ranks(name)
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:

@@ -46,13 +46,13 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
-"""File descriptors of a gloo group, in addition to one per rank."""
+"""In addition to one per rank."""
 _LAST_CALL_S = 1.0
 """Time after the deadline in which ranks report whether they are connected."""
 _TOGETHER_S = 0.5
 """A start that failed waits this long for reports of deaths on other hosts."""
 _START_DESCRIPTORS = 20
-"""File descriptors that the start needs, in addition to one per rank of the world (four per rank on rank 0)."""
+"""In addition to one per rank of the world (four per rank on rank 0)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class JoinedWorld:
     device: torch.device
     is_ours: bool
     token: str = ""
-    """A unique prefix of this world's names, because several worlds can use one store."""
+    """Prefix of this world's names: several worlds can use one store."""
     alone_over: str | None = None
     """The backend, if this world has one rank and no default group of torch."""
     server: tuple[str, int] | None = None
@@ -372,7 +372,7 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """Returns the global ranks of each host. Every rank must call it."""
+    """Every rank must call it."""
     memory = world.context.host_memory
     if torch_internals.is_fake():
         return [world.ranks]

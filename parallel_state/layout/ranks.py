@@ -88,7 +88,7 @@ class Grid:
         return [start + offset for offset in self.offsets(axes)]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
-        """Returns the ranks of a group along these axes, ascending, relative to the group's first rank."""
+        """Returns a group's ranks, ascending, relative to its first rank."""
         offsets, stride = [0], 1
         for name, size in self.axes:  # each stride exceeds all offsets so far, so they ascend
             if name in names and size > 1:

@@ -65,7 +65,7 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Increments the buffers' version counters, because autograd can't detect these writes."""
+    """Increments the version counters, because autograd can't detect these writes."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)

@@ -71,7 +71,7 @@ class Messenger:
         self._has_pool = self.medium.takes_many and route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
-        """The started receives from each source rank, in the order of their starts."""
+        """Started receives by source rank, in their order."""
         self._pending_lock = threading.RLock()  # reentrant: a signal handler may interrupt the thread that holds it
         self._unwaited: deque[SendHandle] = deque()
         """Started sends. This list keeps their buffers alive when the caller drops the handles."""
@@ -193,7 +193,7 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """Keeps a started send until it ends. If too many sends are started, waits for the oldest."""
+        """If too many sends are started, waits for the oldest."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -401,11 +401,11 @@ class Messenger:
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """Returns the error to raise. A communication error also makes the group unusable."""
+        """A communication error also makes the group unusable."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:
-        """Waits up to 5 s for sends that no caller waited for. Returns True if all of them are complete."""
+        """Waits up to 5 s for sends that no caller waited for. Returns True if all are complete."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:

@@ -387,7 +387,7 @@ def head_of(header: Header, *body: bytes) -> bytes:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Returns the bytes of a contiguous CPU tensor. Unlike torch's method, works without numpy."""
+    """Unlike torch's method, works without numpy."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 

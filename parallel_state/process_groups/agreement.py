@@ -46,7 +46,7 @@ class Agreement:
         self._meetings: Counter[str] = Counter()
         self._topic = f"{prefix}/not made"
         self._failures: dict[str, tuple[int, str]] = {}
-        """Maps a group's name to the rank that failed to create the group, and to the reason."""
+        """Group's name -> rank that failed to create it, reason."""
         watcher.answers[self._topic] = self._note_failure
 
     def resolve_and_agree(
@@ -178,9 +178,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's address of the previous try of `meet` from the store of `ranks`. `name`: the group's name
-        in the current try.
-        """
+        """Deletes this rank's address of the previous try of `meet`. `name`: the group's name in the current try."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

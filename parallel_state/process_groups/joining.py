@@ -29,7 +29,7 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""The library's first channel. Message tags are made from channels; high numbers avoid the program's own tags."""
+"""Message tags are made from channels; high numbers avoid the program's own tags."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 

@@ -76,12 +76,12 @@ class GroupOptions:
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """Returns the options of NCCL under their names in the C struct ncclConfig_t."""
+        """Returns the options of NCCL under their names in ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns the options for creating a group, with a timeout of at least `limit_s`.
+        """Returns options with a timeout of at least `limit_s`.
 
         The caller sets the group's own timeout afterwards.
         """

@@ -56,7 +56,7 @@ different failure domains share no connections, so one of them still works after
 
 @dataclass(frozen=True)
 class Acquired:
-    """A group that one caller uses. The caller passes it to `release` once."""
+    """The caller passes it to `release` once."""
 
     process_group: Any
     keys: tuple[_Key, ...]
@@ -116,7 +116,7 @@ class ProcessGroupPool:
         self._lock = threading.RLock()
         """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
-        """The lock of each group's creation. The key None is for groups that all ranks create together."""
+        """The key None is for groups that all ranks create together."""
 
     @property
     def groups_made(self) -> int:
@@ -199,7 +199,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """Returns True if groups with these options are created by splitting the world's communicator."""
+        """True if groups are created by splitting the world's communicator."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -246,10 +246,7 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Creates a group. Only the group's members call this.
-
-        Each attempt uses a new name, because the store keeps the addresses of a failed attempt.
-        """
+        """Each attempt uses a new name, because the store keeps the addresses of a failed one."""
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
@@ -398,7 +395,6 @@ class ProcessGroupPool:
             abandon(group, [peer for peer, rank in enumerate(ranks) if rank != self.rank], _NOBODYS_TAG)
 
     def close(self) -> None:
-        """Destroys all groups. Repeated calls do nothing."""
         self._closed = True
         alone, self._alone = self._alone, {}
         with contextlib.ExitStack() as stack:

@@ -208,7 +208,7 @@ def _device_type(name: str) -> str:
 
 
 def read_device(text: str) -> torch.device:
-    """Returns the named device. Raises MessageDecodeError for a large index, which torch would truncate."""
+    """Raises MessageDecodeError for a large index, which torch would truncate."""
     device = torch.device(text)
     if str(device) != text:
         raise MessageDecodeError(f"a message holds the device {text[:40]!r}, which is not a device of torch")

@@ -106,7 +106,7 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """Packs values for msgpack. With `careful`, checks that msgpack can represent each int and str; this is slower."""
+    """With `careful`, checks that msgpack can represent each int and str; this is slower."""
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
@@ -305,7 +305,7 @@ _PACKERS = _Packers(
 
 
 class Decoder:
-    """Decodes values. The methods can raise any exception; the caller raises MessageDecodeError instead."""
+    """The methods can raise any exception; the caller raises MessageDecodeError instead."""
 
     __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
