@@ -106,7 +106,7 @@ def objects_recipe() -> Recipe:
     units = [Unit(tuple(files.pop(name) for name in names.split()), (level,)) for level, names in _TOGETHER]
     units += [Unit((path,)) for path in files.values()]
     flags = ("-std=c++17", "-D_GLIBCXX_USE_CXX11_ABI=1")
-    return Recipe("the objects without torch", "_native_objects.o", tuple(units), flags, usual_cpu_s=106.0)
+    return Recipe("the objects without torch", "_native_objects.o", tuple(units), flags, usual_cpu_s=90.0)
 
 
 def plain_recipe() -> Recipe:
@@ -123,7 +123,7 @@ def full_recipe() -> Recipe:
         f"_native_torch{torch_minor()}.so",
         (Unit(sources, ("-O2", *WITH_TORCH)),),
         base=objects_recipe(),
-        usual_cpu_s=22.0,
+        usual_cpu_s=18.0,
         **flags,
     )
 
