@@ -7,6 +7,7 @@ a helper thread runs each operation, and the caller abandons that thread at the 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -223,6 +224,7 @@ class BoundedStore:
 
     def _ask_here(self, operation: str, args: Sequence[Any], started: float, deadline: float) -> Any:
         left_s = min(max(deadline - started, _SHORTEST_NAP_S), _LONGEST_TIMEOUT_S)
+        left_s = math.ceil(left_s * 1000) / 1000  # torch drops the fractions of milliseconds
         self.raw.set_timeout(timedelta(seconds=left_s))
         try:
             return getattr(self.raw, operation)(*args)

@@ -153,7 +153,9 @@ class _Roll:
     def __init__(
         self, store: BoundedStore, rank: int, ranks: Sequence[int], entry: str, near: Neighbours, call: str = ""
     ) -> None:
-        self._store, self._rank, self._ranks, self._entry, self._near = store, rank, ranks, entry, near
+        self._store, self._rank, self._ranks, self._near = store, rank, ranks, near
+        self._nonce = secrets.token_hex(_TOKEN_BYTES)
+        self._entry = json.dumps([self._nonce, json.loads(entry)])
         self._call, self._digest = call, hashlib.sha256(call.encode()).hexdigest() if call else ""
         self._attempts: list[str] = []
         self._near_attempt = ""
@@ -174,7 +176,10 @@ class _Roll:
                     return self._took(entries), []
             left_s = deadline - time.monotonic()
             if self._store.wait_for([self._key("roll")], min(nap_s, max(left_s, 0.0))):
-                return self._took(self._read()), []
+                if entries := self._read():
+                    return self._took(entries), []
+                # The attempt is that of an earlier call of this rank, whose keys aren't deleted yet.
+                self._store.compare_set(_ATTEMPT, attempt, "")
             if left_s <= 0:
                 return [], self._give_up()
             nap_s = min(2 * nap_s, longest_s)
@@ -219,10 +224,16 @@ class _Roll:
             return []
         entries = [json.loads(each) for each in self._store.multi_get([self._key(each) for each in self._ranks])]
         self._store.set(self._key("roll"), zlib.compress(json.dumps(entries).encode()).hex())
-        return entries
+        return [entry for _, entry in entries]
 
     def _read(self) -> list[list[Any]]:
-        return list(json.loads(zlib.decompress(bytes.fromhex(self._store.get(self._key("roll")).decode()))))
+        """Returns all entries, or [] if this rank's entry isn't among them."""
+        text = self._store.compare_set(self._key("roll"), _NOTHING, _NOTHING).decode()
+        if text == _NOTHING:  # deleted meanwhile; `get` would wait for the key
+            return []
+        entries = json.loads(zlib.decompress(bytes.fromhex(text)))
+        is_own = any(nonce == self._nonce for nonce, _ in entries)
+        return [entry for _, entry in entries] if is_own else []
 
     def _took(self, entries: list[list[Any]]) -> list[list[Any]]:
         self._store.start(self._clean_up)  # not before the entries are used, which all ranks wait for

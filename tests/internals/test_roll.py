@@ -65,6 +65,15 @@ def test_all_get_the_entries_of_all_and_leave_no_keys(threads: ThreadPoolExecuto
     assert store.calls["multi_get"] == 2, "one rank reads all entries"
 
 
+def test_the_next_meeting_doesnt_wait_for_the_clean_up(
+    threads: ThreadPoolExecutor, store: CountedStore, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(BoundedStore, "start", lambda self, job: None)
+    for round_ in ("first", "again", "again"):
+        calls = start(threads, store, range(3), 3, round_)
+        assert [each.result(DEADLINE_S) for each in calls] == [roll_of(3, round_)] * 3
+
+
 def test_a_retry_reads_no_entry_of_a_rank_that_gave_up(threads: ThreadPoolExecutor, store: CountedStore) -> None:
     given_up = start(threads, store, (0, 1), 3, "old", 0.3)
     assert [each.result(DEADLINE_S) for each in given_up] == [([], [2])] * 2
