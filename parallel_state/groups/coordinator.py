@@ -1,22 +1,22 @@
-"""GroupCoordinator: one rank's view of a group. Each method has its contract; the functions that it calls do the work:
-`collectives.calls` for tensors, `messages` for objects and dicts, `creation` for new groups.
+"""GroupCoordinator: one rank's view of a group. Each method's docstring is its contract. The methods call
+`collectives.calls` for tensors, `messages` for objects and dicts, and `creation` for new groups.
 
 Contract of all collectives:
 
 - Every rank of the group must call them in the same order, with matching arguments. `src` and `dst` are ranks in the
   group.
-- Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors; in a group of one
-  rank, the input itself.
+- Inputs may have any strides, may be empty, and stay unchanged. Results are new contiguous tensors. A group of one rank
+  returns the input itself.
 - Wrong arguments raise InvalidArgumentError, and unsupported tensors UnsupportedError, before anything is sent. A
   failure during the call raises CommunicationError.
 - `out` must have the result's shape, dtype and device; any strides are valid. The call writes the result to `out` and
   returns `out`. Gradients flow through `out` as after `out.copy_(result)`. If `out` is contiguous and requires no
   gradient, nothing is copied.
-- The calls work under torch.compile(fullgraph=True), except for those that return handles. If sizes come from a
-  tensor's values, wrong sizes raise torch's RuntimeError.
+- Calls on tensors work under torch.compile(fullgraph=True) unless they return handles. In compiled code, a wrong size
+  that was computed from a tensor's values raises torch's RuntimeError.
 
-A method first tries the function of `DIRECT` of its name, which bypasses torch's dispatcher. It is called here and not
-in `collectives.calls` because each Python frame costs 0.1 of 4 µs.
+A method first calls the function of the same name in `DIRECT`, which bypasses torch's dispatcher. `collectives.calls`
+doesn't make this call, because another Python frame would add 0.1 µs to a call of 4 µs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and
 
 
 class _Renamed:
-    """Replaces an attribute that is a global rank in vLLM. Reading it raises RenamedError with the new names."""
+    """An attribute that is a global rank in vLLM. Reading or assigning it raises RenamedError with its new names."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -158,7 +158,7 @@ class GroupCoordinator:
         self._messenger = Messenger(self.route, self.traits.allow_pickle)
         self._token = ordering_token(context.device)
         self._alone: NativeGroup | None = None
-        """Makes windows if this group has one rank."""
+        """Creates windows if this group has one rank."""
         if context.collectives is not None:
             DIRECT.use(context.collectives.library)
         register_route(self.route)
@@ -185,9 +185,10 @@ class GroupCoordinator:
         - `process_group`: the caller still owns it and `cpu_group`, and destroys both after `destroy()`.
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
         - `device`: default: CUDA if the process group has a backend for CUDA alone, else the CPU.
+        - `name`: the first part of `unique_name`. `allow_pickle`: as in initialize_model_parallel.
         - `timeout`: of each call, in seconds or as a timedelta. Default: PARALLEL_STATE_TIMEOUT_S.
-        - `within`: a coordinator that contains these ranks and outlives the new one. If a death fails `within`, the new
-          coordinator fails as well.
+        - `within`: a coordinator that contains these ranks and outlives the new one. A rank's death that fails `within`
+          also fails the new coordinator.
 
         Some calls run on `process_group`. If the program also calls `process_group` itself, all ranks must make both
         kinds of calls in the same order. Raises GroupNotInitializedError before init_process_group,
@@ -323,8 +324,8 @@ class GroupCoordinator:
 
         Every rank of this group calls it with the same distinct ranks in ascending order. The new group has its own
         process groups: one thread may use it while another thread uses this group. A sub-group of the world fails only
-        by deaths among its own ranks. A sub-group of a parallel group fails with that group. Raises
-        InvalidArgumentError, or ConfigMismatchError if arguments differ.
+        if one of its own ranks dies. A sub-group of a parallel group fails if that group fails. `name`: the first part
+        of `unique_name`. Raises InvalidArgumentError, or ConfigMismatchError if arguments differ.
         """
         self.route.check_usable()
 
@@ -358,7 +359,7 @@ class GroupCoordinator:
     def graph_capture(
         self, context: GraphCaptureContext | None = None, *, peers: Sequence[int] = ()
     ) -> AbstractContextManager[GraphCaptureContext]:
-        """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter it.
+        """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter this context.
 
         In the body the current stream is the stream of `context`, or a new stream that waits for the previous one.
         `peers`: ranks in the group with which this rank exchanges data for the first time in these graphs. Each peer
@@ -414,7 +415,7 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
-        """Returns calls and bytes so far, by operation. Bytes count tensors that this rank passed or received."""
+        """Returns, for each operation, this rank's calls so far and the bytes of the tensors it passed or received."""
         return self.route.traffic()
 
     @host_call(OUTSIDE)
@@ -474,8 +475,8 @@ class GroupCoordinator:
         min and product are AND. The average of integers is computed as in NCCL: the sum wraps around in the dtype, and
         the division rounds toward zero. Tensor-parallel layers need another gradient: see the module `regions`.
 
-        `order` of a sum of CPU tensors: "rank", or "tree", the sum of the sums of both halves of the ranks, each added
-        in the same way. The number of ranks must then be a power of two. See "Equal bits for every TP size" in
+        `order` of a sum of CPU tensors: "rank" adds in rank order. "tree" sums each half of the ranks in the same way,
+        then adds both sums; the number of ranks must be a power of two. See "Equal bits for every TP size" in
         docs/collectives.md.
         """
         if async_op:
@@ -663,7 +664,7 @@ class GroupCoordinator:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Exchanges rows of `x` between all ranks, as torch's function does.
+        """Exchanges rows of `x` between all ranks, as torch's function of this name does.
 
         Writes the received rows to `out`, and returns `out`. Split sizes: see all_to_all.
         """
@@ -815,7 +816,7 @@ class GroupCoordinator:
 
     @host_call(_COLLECTIVE)
     def all_gather_async(self, x: Tensor, dim: int = -1) -> TensorHandle:
-        """Starts `all_gather(x, dim)`. As with all_reduce_async, change `x` only after `wait()`."""
+        """Starts `all_gather(x, dim)`. Change `x` only after `wait()`."""
         return tensors.all_gather_async(self.route, x, dim)
 
     @host_call(_COLLECTIVE)
@@ -827,13 +828,13 @@ class GroupCoordinator:
 
     @host_call(_COLLECTIVE)
     def broadcast_async(self, x: Tensor, src: int = 0) -> TensorHandle:
-        """Starts `broadcast(x, src)`. As with all_reduce_async, change `x` only after `wait()`."""
+        """Starts `broadcast(x, src)`. Change `x` only after `wait()`."""
         return tensors.broadcast_async(self.route, x, src)
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
     ) -> tuple[Tensor, Tensor]:
-        """Returns `(rms_norm(y) * weight, y)` for `y = sum(x) + residual`. Differentiable.
+        """Returns `(rms_norm(y) * weight, y)` for `y = all_reduce(x) + residual`. Differentiable.
 
         `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
         each rounded to that dtype once. `residual` and `weight` must be equal on all ranks.
@@ -1094,7 +1095,6 @@ class GroupCoordinator:
 
 
 def _raise_unknown_name(self: GroupCoordinator, name: str) -> NoReturn:
-    """Raises RenamedError for a renamed attribute, otherwise AttributeError with the most similar name."""
     if isinstance(renamed := getattr(type(self), name, None), _Renamed):
         raise renamed._error(self)
     known = () if name.startswith("_") else [each for each in dir(self) if not each.startswith("_")]

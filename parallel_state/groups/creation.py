@@ -1,6 +1,6 @@
 """Creates groups over process groups, and starts failure detection among their ranks.
 
-`make` is GroupCoordinator, which is defined above this module.
+The parameter `make` is the class GroupCoordinator, whose module imports this one.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """For our own NCCL communicators. Set the same field of `options` for the process group."""
+    """Gives this library's own NCCL communicators a stream of high priority; in `options`, also the process group."""
     lazy_cpu_group: bool = False
-    """If True, the gloo group beside a device group is created at its first use, by all ranks together."""
+    """If True, all ranks of the group together create its gloo group at the first use."""
 
 
 def create_group(
@@ -56,10 +56,11 @@ def create_group(
     given: GivenGroup | None = None,
     owns_pool: bool = False,
 ) -> Group:
-    """Creates the group of the global ranks `ranks`, which must ascend and include this rank. `make`: GroupCoordinator.
+    """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    See ProcessGroupPool.acquire for the callers and the other arguments. `domain`: the ranks whose death fails the
-    group, by default all ranks of the world.
+    `make`: GroupCoordinator. `name`: the first part of `unique_name`. `domain`: the ranks whose death fails the group,
+    by default all ranks of the world. `given`: process groups of the program to use instead of new ones. `owns_pool`:
+    the group closes `pool`. For the other arguments, and which ranks must call this, see ProcessGroupPool.acquire.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -133,7 +134,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """The gloo group's timeout stays at least `at_creation_s`, because other groups use the same gloo group."""
+    """Sets the timeouts to `timeout_s`, but the gloo group's to at least `at_creation_s`: other groups share it."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -142,7 +143,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection. All `ranks` must call this after they created a process group."""
+    """Starts failure detection among `ranks`, which must all call this. `caller`: the public function, for errors."""
     from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 
@@ -176,7 +177,10 @@ def wrap(
     allow_pickle: bool,
     outer_of: Callable[[Sequence[int]], tuple[ProcessGroupPool, FailureDomain]] | None,
 ) -> Group:
-    """Creates the group over `process_group`. `outer_of`: returns the pool and domain of the group that contains it."""
+    """Creates the group over `process_group`; see GroupCoordinator.from_process_group.
+
+    `outer_of`: takes the group's ranks, and returns the pool and domain of `within`. None without `within`.
+    """
     forks.check("from_process_group()")
     given = examine(process_group, cpu_group, device)
     outer = None if outer_of is None else outer_of(given.ranks)
@@ -203,7 +207,7 @@ def wrap(
 
 
 def ranks_inside(context: GroupContext, ranks: Sequence[int], *, sorts: bool) -> list[int]:
-    """Returns the global ranks of a sub-group. `sorts`: the group has process groups, and torch sorts their ranks."""
+    """Returns the global ranks of `ranks`, which are ranks in the group. With `sorts` they must ascend."""
     if not isinstance(ranks, (list, tuple, range)):
         raise InvalidArgumentError(
             f"ranks of a sub-group of {context} must be a list of ints, but is a {type(ranks).__name__}"

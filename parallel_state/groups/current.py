@@ -1,8 +1,8 @@
-"""The groups that `ParallelGroups.use()` made current. A context variable holds them. They are also current in:
+"""Finds the groups that `ParallelGroups.use()` made current. A context variable stores them. They are also found in:
 
 - threads that the body starts: `threading.Thread.start` is wrapped while any groups are in use.
 - backward: autograd numbers the nodes that a thread creates. The node numbers at which `use()` was entered and left
-  show which groups were current for a node.
+  show which groups were current when a node was created.
 - compiled code: see `_Current`.
 """
 
@@ -40,8 +40,8 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    Each task of an event loop can have its own current groups, but nodes don't show their task. The backward of such
-    nodes uses the groups that are current when it runs.
+    Each asyncio task can have its own current groups, but autograd doesn't record which task created a node. The
+    backward of nodes that were created in an event loop uses the groups that are current when it runs.
     """
 
     exist: ClassVar[bool] = False
@@ -109,9 +109,9 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Gives compiled code the current groups and a guard.
+    """Has the current groups in the attribute `groups`, on which compiled code sets a guard.
 
-    The getter of `groups` is an `instancemethod`: dynamo takes that type for C code and doesn't trace it.
+    The getter is an `instancemethod`: dynamo takes this type for a C function and doesn't trace it.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New
@@ -141,7 +141,7 @@ def using(groups: _Groups) -> Iterator[_Groups]:
 
 
 _POOLS = ("concurrent.futures.thread", "multiprocessing.pool")
-"""Their worker threads run functions that other threads submit."""
+"""Modules whose worker threads run functions that other threads submit."""
 
 
 class _ThreadStarts:

@@ -54,10 +54,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Orders the mesh's dims by stride, ascending, with `ep` where Megatron has it.
-
-    A dim's stride is the distance between ranks that are neighbours along this dim.
-    """
+    """Returns the axis order of the mesh, such as `tp-ep-dp`: dims by ascending stride, and `ep` as in Megatron."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

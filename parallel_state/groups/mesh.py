@@ -68,9 +68,9 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims of a root mesh that contains the dims `wanted`, slowest-varying first.
+    """Returns the dims of the root mesh from which a mesh with the dims `wanted` is sliced, slowest-varying first.
 
-    torch can't combine root meshes that order ranks differently, so each root mesh has a dim for every axis.
+    A root mesh has a dim for every axis, because torch can't combine root meshes that order ranks differently.
     """
     if list(wanted) == ["world"]:
         return ["world"]

@@ -47,7 +47,7 @@ class VirtualPipeline:
 
     size: int
     rank: int = 0
-    """The stage that runs now, as in Megatron."""
+    """The virtual stage, below `size`, that runs now."""
 
 
 @dataclass(frozen=True)
@@ -256,8 +256,9 @@ def create_parallel_groups(
 ) -> ParallelGroups:
     """Creates the groups of a layout over the ranks of `world`; leaves the process-wide groups unchanged.
 
-    Every rank of `world` must call it with the same arguments, which are those of initialize_model_parallel. Only
-    deaths in `world` fail these groups. Raises LayoutError for sizes that don't fit, InvalidArgumentError, and
+    Every rank of `world` must call it with the same arguments. Most are those of initialize_model_parallel.
+    `custom_all_reduce=False` forbids this library's kernels in the tensor-parallel group. `ranks_per_node` determines
+    which data-parallel ranks share a node. Only deaths in `world` fail these groups. Raises LayoutError for sizes that don't fit, InvalidArgumentError, and
     ConfigMismatchError on every rank if ranks differ, before any group is created.
     """
     arguments: dict[str, Any] = {**locals()}
@@ -394,7 +395,7 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Returns None if this rank has no such group. Every rank of the group must call this."""
+        """Creates this rank's group of kind `name`, or returns None if there is none. All its ranks must call this."""
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()
@@ -407,7 +408,7 @@ class _Division:
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
-        """All ranks of `world` must call it, also ranks that are in no such group."""
+        """Adds this rank's group of kind `name` to `groups`. All ranks of `world` must call it, even if in no group."""
         ranks = self._ranks(name)
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
@@ -423,16 +424,13 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns True if the group's gloo group is created at its first use."""
+        """Returns True if groups of kind `name` create their gloo group at its first use."""
         if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Splits the world's communicators into communicators for the groups of a kind.
-
-        Every rank of the world must call it.
-        """
+        """Splits the world's communicators among the groups of kind `name`. Every rank of the world must call it."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

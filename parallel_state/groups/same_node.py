@@ -69,7 +69,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Returns the ranks of each node. Every rank of `pg` must call it."""
+    """Returns the ranks of each node, by calls of `find`. Every rank of `pg` must call this."""
     size = pg.size() if isinstance(pg, dist.ProcessGroup) else pg.world_size
     nodes: list[list[int]] = []
     waiting = list(range(size))

@@ -41,7 +41,7 @@ def simulate(
 ) -> ParallelGroups:
     """Returns the simulated groups of `rank`. Works before any init.
 
-    Sizes, order and errors are those of initialize_model_parallel.
+    Sizes, order and errors are those of initialize_model_parallel. `ranks_per_node`: see create_parallel_groups.
     """
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
     layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
@@ -77,7 +77,7 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns a group in which only this process, `rank`, exists."""
+    """Returns a simulated group of the global `ranks`, in which this process is the global rank `rank`."""
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
     context = GroupContext(

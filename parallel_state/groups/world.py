@@ -46,13 +46,13 @@ from parallel_state.startup.watch import AbandonedError, run_watched
 logger = logging.getLogger("parallel_state")
 
 _GLOO_DESCRIPTORS = 8
-"""In addition to one per rank."""
+"""File descriptors that creating the default group needs, in addition to one per rank."""
 _LAST_CALL_S = 1.0
 """Time after the deadline in which ranks report whether they are connected."""
 _TOGETHER_S = 0.5
 """A start that failed waits this long for reports of deaths on other hosts."""
 _START_DESCRIPTORS = 20
-"""In addition to one per rank of the world (four per rank on rank 0)."""
+"""File descriptors that a start needs, in addition to one per rank of the world (four per rank on rank 0)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class JoinedWorld:
     device: torch.device
     is_ours: bool
     token: str = ""
-    """Prefix of this world's names: several worlds can use one store."""
+    """Prefix of the names of this world's process groups, because several worlds can use one store."""
     alone_over: str | None = None
     """The backend, if this world has one rank and no default group of torch."""
     server: tuple[str, int] | None = None
@@ -110,7 +110,8 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
 def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
     """Joins the world of torch's default group. Every rank of that group must call it.
 
-    Raises ConfigMismatchError if the group contradicts the arguments, RendezvousError if a rank doesn't call it.
+    Raises ConfigMismatchError if the group differs from an argument other than -1 or None, and RendezvousError if a
+    rank doesn't call it.
     """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
@@ -177,7 +178,7 @@ def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns this rank's device. A GPU becomes the current device."""
+    """Returns this rank's device for `backend`. If it is a GPU, makes it the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -353,9 +354,9 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Raises an error if ranks share a GPU. Compares UUIDs, as ranks with one visible GPU all number it 0.
+    """Raises an error, or with PARALLEL_STATE_SHARE_GPUS logs a warning, if ranks share a GPU.
 
-    Every rank must call it.
+    Every rank must call it. Compares UUIDs, because a rank's only visible GPU always has index 0.
     """
     if world.device.type != "cuda" or world.world_size == 1:
         return
@@ -372,7 +373,7 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """Every rank must call it."""
+    """Returns the ranks of each host. Every rank must call it."""
     memory = world.context.host_memory
     if torch_internals.is_fake():
         return [world.ranks]
