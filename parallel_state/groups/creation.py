@@ -1,7 +1,4 @@
-"""Creates groups over process groups, and starts failure detection among their ranks.
-
-The parameter `make` is the class GroupCoordinator, whose module imports this one.
-"""
+"""Creates groups over process groups, and starts failure detection among their ranks."""
 
 from __future__ import annotations
 
@@ -58,9 +55,9 @@ def create_group(
 ) -> Group:
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    `make`: GroupCoordinator. `name`: the first part of `unique_name`. `domain`: the ranks whose death fails the group,
-    by default all ranks of the world. `given`: process groups of the program to use instead of new ones. `owns_pool`:
-    the group closes `pool`. For the other arguments, and which ranks must call this, see ProcessGroupPool.acquire.
+    `make`: GroupCoordinator. `name`: begins `unique_name`. `domain`: the ranks whose death fails the group, by default
+    all ranks of the world. `given`: process groups of the program, used instead of new ones. `owns_pool`: the group
+    closes `pool`. For the callers and the other arguments see ProcessGroupPool.acquire.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -177,7 +174,7 @@ def wrap(
     allow_pickle: bool,
     outer_of: Callable[[Sequence[int]], tuple[ProcessGroupPool, FailureDomain]] | None,
 ) -> Group:
-    """Creates the group over `process_group`; see GroupCoordinator.from_process_group.
+    """Does the work of `make.from_process_group`; `make` is GroupCoordinator.
 
     `outer_of`: takes the group's ranks, and returns the pool and domain of `within`. None without `within`.
     """

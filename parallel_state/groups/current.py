@@ -1,8 +1,8 @@
 """Finds the groups that `ParallelGroups.use()` made current. A context variable stores them. They are also found in:
 
 - threads that the body starts: `threading.Thread.start` is wrapped while any groups are in use.
-- backward: autograd numbers the nodes that a thread creates. The node numbers at which `use()` was entered and left
-  show which groups were current when a node was created.
+- backward: autograd numbers the nodes that a thread creates, and `_Forwards` records the numbers at which `use()` was
+  entered and left.
 - compiled code: see `_Current`.
 """
 

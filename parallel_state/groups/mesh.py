@@ -68,10 +68,7 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims of the root mesh from which a mesh with the dims `wanted` is sliced, slowest-varying first.
-
-    A root mesh has a dim for every axis, because torch can't combine root meshes that order ranks differently.
-    """
+    """Returns the dims of the root mesh from which a mesh with the dims `wanted` is sliced, slowest-varying first."""
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

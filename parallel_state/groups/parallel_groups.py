@@ -258,8 +258,10 @@ def create_parallel_groups(
 
     Every rank of `world` must call it with the same arguments. Most are those of initialize_model_parallel.
     `custom_all_reduce=False` forbids this library's kernels in the tensor-parallel group. `ranks_per_node` determines
-    which data-parallel ranks share a node. Only deaths in `world` fail these groups. Raises LayoutError for sizes that don't fit, InvalidArgumentError, and
-    ConfigMismatchError on every rank if ranks differ, before any group is created.
+    which data-parallel ranks share a node. Only deaths in `world` fail these groups.
+
+    Raises LayoutError for sizes that don't fit, InvalidArgumentError, and ConfigMismatchError on every rank if ranks
+    differ, before any group is created.
     """
     arguments: dict[str, Any] = {**locals()}
     world.route.check_usable()

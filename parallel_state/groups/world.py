@@ -110,8 +110,7 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
 def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
     """Joins the world of torch's default group. Every rank of that group must call it.
 
-    Raises ConfigMismatchError if the group differs from an argument other than -1 or None, and RendezvousError if a
-    rank doesn't call it.
+    Raises ConfigMismatchError if the group differs from an argument that isn't -1 or None.
     """
     found_size, found_rank, found_backend = dist.get_world_size(), dist.get_rank(), str(dist.get_backend())
     if world_size not in (-1, found_size) or rank not in (-1, found_rank):
@@ -356,7 +355,7 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 def check_shared_gpus(world: GroupCoordinator) -> None:
     """Raises an error, or with PARALLEL_STATE_SHARE_GPUS logs a warning, if ranks share a GPU.
 
-    Every rank must call it. Compares UUIDs, because a rank's only visible GPU always has index 0.
+    Every rank must call it.
     """
     if world.device.type != "cuda" or world.world_size == 1:
         return
