@@ -1,8 +1,7 @@
-"""What the tensor calls of a `GroupCoordinator` do after the checks of C++ (`direct`) declined a call, or under
-torch.compile. The methods of the class have the contract.
+"""Runs a `GroupCoordinator`'s tensor calls that the fast path in C++ (`direct`) declined, and those in compiled code.
 
-A function checks its arguments, and then calls the registered op, which compiled code and gradients need, or the
-route. `token`: see `ops.ordering_token`. In a group of one rank nothing is called.
+A function checks its arguments, then calls the registered op, which compiled code and gradients need, or the route. In
+a group of one rank it calls neither. `token`: see the module `ops`.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ _ALL_GATHER, _REDUCE_SCATTER = _OPS.all_gather.default, _OPS.reduce_scatter.defa
 _ALL_TO_ALL = _OPS.all_to_all.default
 # `_OPS.all_reduce(…)` would look up the overload in each call, 0.3 of 3 to 4 µs.
 Exchange = Callable[..., Tensor]
-"""Exchanges rows between all ranks: takes `x`, the numbers of rows to receive and to send, and perhaps `out`."""
+"""Exchanges rows of `x` between all ranks: takes `x`, the row counts to receive and to send, and optionally `out`."""
 
 
 def is_single_rank(route: Route) -> bool:
-    """Returns True for a group of one rank. Raises GroupDestroyedError if that group was destroyed."""
     if len(route.context.ranks) > 1:
         return False
     if route.closed:
@@ -48,9 +46,7 @@ def is_single_rank(route: Route) -> bool:
 
 
 def _is_single_rank_reducing(route: Route, operation: str, x: Tensor, op: str = "sum") -> bool:
-    """Returns True for a group of one rank. Raises UnsupportedError for a reduction that larger groups don't
-    support.
-    """
+    """Returns True in a group of one rank, but raises UnsupportedError if larger groups don't support reducing `x`."""
     if not is_single_rank(route):
         return False
     if not is_dynamo_compiling():
@@ -429,10 +425,10 @@ def batch_isend_irecv(route: Route, operations: Sequence[checks.Transfer | dist.
 
 
 def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
-    """Returns the order in which a rank starts its transfers.
+    """Returns the indices of `operations` in the order in which this rank, `own`, starts them.
 
     On the CPU receives start first, because a send can wait for its receiver. A device runs transfers one by one: all
-    ranks put the pairs of ranks into the same order, and the lower rank of a pair sends first.
+    ranks order the pairs of ranks in the same way, and the lower rank of a pair sends first.
     """
 
     def place(at: int) -> tuple[int, ...]:

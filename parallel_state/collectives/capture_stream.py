@@ -23,8 +23,8 @@ class GraphCaptureContext:
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
     """Runs the body on a new stream, which first waits for the current one.
 
-    After the body, the previous stream waits for the new one. It doesn't wait if the body raised: after a broken
-    capture, waiting would raise another error that hides the first.
+    After the body, the previous stream waits for the new one, unless the body raised: after a broken capture, waiting
+    would raise an error that hides the first.
     """
     if device.type != "cuda":
         yield GraphCaptureContext(None)

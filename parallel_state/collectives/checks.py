@@ -49,7 +49,7 @@ def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Raises unless `x` is a valid tensor. Meta tensors are valid in a simulated group or without `needs_values`."""
+    """Raises unless `x` is a valid tensor. Without `needs_values`, or in a simulated group, it can be a meta tensor."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "
@@ -194,7 +194,7 @@ def check_reducible(context: GroupContext, operation: str, x: Tensor, reduce_op:
 
 
 def check_rank(context: GroupContext, operation: str, name: str, rank: object) -> None:
-    """Raises unless `rank` is a rank *in the group*."""
+    """Raises unless `rank`, the argument `name` of the call `operation`, is a rank *in the group*."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 or rank >= context.size:
         hint = int_advice(rank)
         if isinstance(rank, int) and rank in context.ranks:
@@ -320,7 +320,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Doesn't check the value: reading it from a device would block the host."""
+    """Raises unless `scale` is one float32 element. Reading its value from a device would block the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(

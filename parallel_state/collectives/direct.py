@@ -49,7 +49,7 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Has one function for each op. Not for compiled code.
+    """Has one C++ function for each op. Not for compiled code.
 
     A function returns the op's result, or NotImplemented: the caller must then call the registered op.
     """

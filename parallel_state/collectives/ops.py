@@ -57,7 +57,7 @@ Formula = Callable[..., Tensor]
 """Maps the gradient of the output, and the op's arguments after `x`, to the gradient of `x`."""
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Splits: TypeAlias = "Sequence[int] | None"
-"""Rows for each rank; None: the same number for all."""
+"""Number of rows for each rank; None if equal for all."""
 
 
 def ordering_token(device: torch.device) -> Tensor:
@@ -100,8 +100,8 @@ def define(
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
     """Returns a kernel for tensors whose values are deferred: conjugated, negated and zero tensors.
 
-    The kernel copies results back into tensors that the op writes; torch's default kernel doesn't for ops that return
-    nothing. Returns None if the op writes no tensor except its argument `token`.
+    Unlike torch's default kernel, it copies results back also if the op returns nothing. Returns None if the op writes
+    no tensor except its argument `token`.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
@@ -138,7 +138,11 @@ def register(
     advice: str = "",
     autograd: Callable[..., Any] | None = None,
 ) -> Callable[[Kernel], Kernel]:
-    """Registers an op. `advice` is the last sentence of the error for an input whose gradient would be lost."""
+    """Returns a decorator that registers a kernel as an op with the schema `(arguments) -> returns`.
+
+    `autograd`: the op's autograd kernel, by default made from `formula`. `advice`: what the error for an input whose
+    gradient would be lost recommends.
+    """
 
     def decorate(kernel: Kernel) -> Kernel:
         name, on_autograd = kernel.__name__, autograd
@@ -387,7 +391,7 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Splits of None mean equal slices, and save the 1.5 µs in which torch converts two lists."""
+    """Splits of None mean equal slices. They save 1.5 µs, in which torch would convert two lists."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 
