@@ -18,7 +18,7 @@ from parallel_state.groups.coordinator import GroupCoordinator
 def get_data_parallel_group(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> GroupCoordinator:
-    """Returns the `dp` group, or `dp_cp` with context parallelism.
+    """Returns the `dp` group, or `dp_cp` if `with_context_parallel`.
 
     With both arguments returns `intra_dp_cp`, the part within one instance of the distributed optimizer.
     """
@@ -26,7 +26,7 @@ def get_data_parallel_group(
 
 
 def get_data_parallel_group_gloo(with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
-    """Returns the gloo ProcessGroup."""
+    """Returns the gloo ProcessGroup of `get_data_parallel_group(…)`."""
     return get_data_parallel_group(with_context_parallel, partial_data_parallel).cpu_group
 
 
@@ -41,7 +41,7 @@ def get_data_parallel_rank(with_context_parallel: bool = False, partial_data_par
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
-    """Returns the first global rank of the data-parallel group."""
+    """Returns the first global rank of `get_data_parallel_group(with_context_parallel)`."""
     return state.get_group_ranks(_data_parallel(with_context_parallel, False))[0]
 
 
@@ -59,7 +59,7 @@ def get_tensor_and_data_parallel_group(
 def get_expert_data_parallel_group(
     check_initialized: bool = True, partial_expert_data_parallel: bool = False
 ) -> GroupCoordinator | None:
-    """Returns the `edp` group.
+    """Returns the `edp` group. If `check_initialized` is False, returns None before the init instead of raising.
 
     With `partial_expert_data_parallel` returns `intra_edp`, the part within one instance of the distributed optimizer.
     """
@@ -68,17 +68,17 @@ def get_expert_data_parallel_group(
 
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> Any:
-    """Returns the gloo ProcessGroup of `get_expert_data_parallel_group` with the same argument."""
+    """Returns the gloo ProcessGroup of `get_expert_data_parallel_group(…)`."""
     return state.get_group("intra_edp" if partial_expert_data_parallel else "edp").cpu_group
 
 
 def get_expert_data_parallel_world_size(partial_expert_data_parallel: bool = False) -> int:
-    """Returns the size of `get_expert_data_parallel_group` with the same argument."""
+    """Returns the size of `get_expert_data_parallel_group(…)`."""
     return len(state.get_group_ranks("intra_edp" if partial_expert_data_parallel else "edp"))
 
 
 def get_expert_data_parallel_rank(partial_expert_data_parallel: bool = False) -> int:
-    """Returns this rank's position in `get_expert_data_parallel_group` with the same argument."""
+    """Returns this rank's position in `get_expert_data_parallel_group(…)`."""
     return state.get_group_rank("intra_edp" if partial_expert_data_parallel else "edp")
 
 
@@ -151,7 +151,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Works as is_pipeline_first_stage does, for the last stage."""
+    """Works as is_pipeline_first_stage, but for the last stage."""
     virtual = state.get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return state.get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
@@ -169,7 +169,7 @@ def _stage(vp_stage: int | None) -> int | None:
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns True if this rank shares the word embedding.
 
-    With `ignore_virtual=False`, its virtual stage `vp_stage` must also share the word embedding.
+    With `ignore_virtual=False`, `vp_stage` (default: the current virtual stage) must also share the word embedding.
     """
     groups = state.get_parallel_groups()
     ranks = groups.layout.group_of(groups.world.rank_in_group, "embedding")

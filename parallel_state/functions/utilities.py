@@ -31,7 +31,10 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world group, or a group over torch's default group, and each host's ranks; None without peers."""
+    """Yields the world group, or before init a group over torch's default group, and each host's ranks.
+
+    Yields None if there is no other rank.
+    """
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -152,8 +155,6 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
 
 
 class _PlainGroup:
-    """Exchanges rows over a torch process group."""
-
     def __init__(self, group: Any) -> None:
         self._group = group
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -255,7 +256,7 @@ def split_tensor_along_last_dim(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns the layers of stage `pp_rank` as (first, last + 1). If the layers can't be divided evenly, the stages
+    """Returns the layers of stage `pp_rank` as (first, last + 1). If the layers can't be divided evenly, some stages
     just before the last have one more.
     """
     if not 0 <= pp_rank < pp_size <= num_hidden_layers:
