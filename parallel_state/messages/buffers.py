@@ -65,7 +65,7 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Increments the version counters, because autograd can't detect these writes."""
+    """Increments the version counters of the tensors in `out`: autograd can't detect the writes to them."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -78,7 +78,7 @@ def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Copies received tensors to their buffers, except those received in place.
+    """Returns the dict `received` with its tensors copied to the buffers `out`, unless received there.
 
     If a tensor doesn't fit, raises an error and changes no buffer.
     """

@@ -69,7 +69,7 @@ def check_options(
 
 
 def encodable(messenger: Messenger, operation: str, obj: Any, must_be: type | None = None) -> Any:
-    """Returns `obj`. Raises the error that a group of several ranks would raise when sending `obj`."""
+    """Returns `obj`, or raises the error that sending it would raise in a larger group. `must_be`: required type."""
     if must_be is not None and not isinstance(obj, must_be):
         what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
         raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")
@@ -94,7 +94,7 @@ def source(context: GroupContext, operation: str, src: int | None) -> int:
 
 
 def _check_message(context: GroupContext, operation: str) -> None:
-    """Raises if messages need a gloo group that doesn't exist yet. Sender and receiver alone can't create it."""
+    """Raises if messages need a gloo group that doesn't exist yet: sender and receiver alone can't create it."""
     checks.check_no_transform(context, operation)
     context.check_cpu_group(operation)
 

@@ -29,7 +29,7 @@ class HandleOwner(Protocol):
 
 
 class SendHandle:
-    """A started send. The handle keeps the tensors alive until they are sent; change them only after `wait()`."""
+    """A started send, made of `parts`. It keeps the tensors alive until sent; change them only after `wait()`."""
 
     def __init__(self, messenger: HandleOwner, parts: Sequence[Handle]) -> None:
         self._messenger = messenger
@@ -71,7 +71,7 @@ class SendHandle:
 
 
 class ReceiveHandle:
-    """A started receive."""
+    """A started receive of an object, which `reader` builds."""
 
     def __init__(self, messenger: HandleOwner, reader: Reader) -> None:
         self.reader = reader
@@ -118,7 +118,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """Yields `tensors, handles, postprocess`, as vLLM's callers expect. Waiting for the handle fills `tensors`."""
+        """Yields `tensors, handles, postprocess`, as vLLM's callers expect. The handle's `wait()` fills `tensors`."""
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 

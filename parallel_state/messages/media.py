@@ -68,9 +68,7 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the index in TRANSFERS of the receiving method. If a call with a TensorDictSpec completes a receive
-    without a spec, the method is recv_tensor_dict.
-    """
+    """Returns the index in TRANSFERS of the method that receives; it is one with a spec only if `reader` has a spec."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
@@ -273,9 +271,9 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Counts a broadcast message as one of the group's collectives.
+        """Counts the broadcast `call` as one of the group's collectives.
 
-        Otherwise a mismatch could go undetected, because a rank in a collective reads no messages.
+        Otherwise its mismatch with a collective could go undetected, because a rank in a collective reads no messages.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

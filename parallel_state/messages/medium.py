@@ -1,4 +1,4 @@
-"""The interface of what carries a group's messages. `media` has the classes."""
+"""The interface of the classes in `media`, which carry a group's messages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ class Medium(Protocol):
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Tries to send the object. Returns True if the send is complete, or the handle of a started send.
+        """Tries to send the object to rank `dst`, or to all ranks if `call` is a broadcast.
 
-        If nothing was sent, returns the encoded message, or False if the caller must encode the object. `waits`: waits
+        Returns True if the send is complete, or the handle of a started send. If nothing was sent, returns the encoded
+        message, or False if the caller must encode the object. `cut`: the part of each tensor to send. `waits`: waits
         for the send to complete.
         """
         return False

@@ -92,10 +92,10 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends the object immediately if possible, and returns None. Waits only if `waits` is set.
+        """Sends `obj` immediately if possible, and returns None. Waits only if `waits` is set.
 
-        If the send isn't complete, returns the encoded message or the handle of a started send: pass the result to
-        `isend` or `send`.
+        Otherwise returns the encoded message or the handle of a started send, for `isend` or `send`. `must_be`: the
+        required type of `obj`. `group`: the all-gather group.
         """
         if self._unwaited:
             self._forget_sent()
@@ -193,7 +193,6 @@ class Messenger:
             handle.is_completed()
 
     def _track(self, handle: SendHandle) -> None:
-        """If too many sends are started, waits for the oldest."""
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
@@ -211,7 +210,6 @@ class Messenger:
                         self._unwaited.remove(handle)
 
     def _release_sent(self) -> None:
-        """Completes started sends over gloo that no caller waits for."""
         time.sleep(_UNWAITED_S)
         while True:
             self._forget_sent()
@@ -318,7 +316,7 @@ class Messenger:
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
         """Receives a spec's tensors, if possible as views of the sender's memory. `head`: the spec's message head.
-        `form`: the `address` of the spec's `Form`.
+        `form`: `Form.address` of the spec.
         """
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
@@ -401,7 +399,6 @@ class Messenger:
         return torch.empty(shape, dtype=dtype, device=wire.CPU)
 
     def failure_of(self, error: Exception) -> Exception:
-        """A communication error also makes the group unusable."""
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:

@@ -46,9 +46,9 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """Prepares to receive an object from rank `src`.
+        """Prepares to receive an object from rank `src`. `out` and `views`: as in recv_tensor_dict.
 
-        With `gathers`, slices of tensors are all-gathered as they arrive. Otherwise `build` gathers them.
+        With `gathers`, slices of tensors are all-gathered over `group` as they arrive. Otherwise `build` gathers them.
         """
         self.src = src
         self._owner = owner

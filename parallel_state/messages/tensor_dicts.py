@@ -73,7 +73,10 @@ class ConstantEntry:
 
 @dataclass(frozen=True)
 class TensorDictSpec:
-    """Keys, shapes, dtypes and constants of a flat tensor dict. Sender and receiver must pass equal specs."""
+    """Keys, shapes, dtypes and constants of a flat tensor dict. Sender and receiver must pass equal specs.
+
+    `carried`: the tensors that are sent.
+    """
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
     digest: str = field(init=False, repr=False, compare=False, default="")
@@ -137,7 +140,7 @@ class _KnownForm(NamedTuple):
     can_be_lent: bool
 
     def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Returns True if `tensors` has the spec's entries that aren't tensors. C++ compares the tensors."""
+        """Returns True if `tensors` has the spec's constants."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False

@@ -51,7 +51,7 @@ _DIGEST_BYTES = 16
 _DIGEST = re.compile(f"[0-9a-f]{{{2 * _DIGEST_BYTES}}}", re.ASCII)
 CPU = torch.device("cpu")
 POOLED_BYTES = 128 << 10
-"""Received tensors of at least this size are allocated by `group.empty`. In new memory, page faults cost too much."""
+"""Received tensors of at least this size reuse memory through `group.empty`: page faults in new memory cost much."""
 LENT_BYTES = 128 << 10
 """Messages with at least this total tensor size are read in the sender's memory. Equals `Lender::kLeastBytes`."""
 LEFT, DONE, NO_ROOM = range(3)
@@ -92,7 +92,9 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Selects this rank's slice and the tensors to send whole. Corresponds to `Cut` in csrc/pack.h."""
+    """What a rank sends of each tensor: slice `mine` of `slices`, or all of it if its key is in `whole` or `slices` is
+    0. Corresponds to `Cut` in csrc/pack.h.
+    """
 
     slices: int = 0
     mine: int = 0
@@ -104,7 +106,9 @@ WHOLE = Cut()
 
 @dataclass(slots=True)
 class Outgoing:
-    """A message to send. If `error` is set, `head` contains the error's text."""
+    """A message to send. If `error` is set, `head` contains its text. `more`: the rest of a long head. `counted`: the
+    operation's name in statistics, if not the usual one.
+    """
 
     head: bytes
     tensors: list[Tensor]
@@ -143,7 +147,7 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Encodes a message. Never raises: after an error, returns a message with the error's text."""
+    """Encodes `obj`, of type `must_be`. Never raises: after an error, returns a message with the error's text."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
         packed = None if part is None else codec_values.pack(obj, part)
@@ -172,8 +176,8 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns which slice this rank sends: `WHOLE` without a group. Returns None for an object that isn't a group;
-    `encode` returns the error.
+    """Returns which slice of each tensor this rank sends: `WHOLE` without a group. Returns None if `group` isn't a
+    group; `encode` then returns the error.
     """
     if group is None:
         return WHOLE
@@ -219,7 +223,7 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Reads a frame's header. Raises MessageDecodeError for a bad frame, or RemoteError if the sender sent an error."""
+    """Reads the header of a frame from rank `src`. Raises RemoteError if that rank sent an error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"its frame has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -369,7 +373,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
     """Returns a copy of the dict, and the ids of the tensors that `all_gather_tensors` maps to False.
 
-    These tensors are dense in the copy: otherwise the codec would make dense copies, which have other ids.
+    They are dense in the copy, so that the codec keeps their ids.
     """
     tensors = tensors.copy()
     whole = set()
@@ -387,7 +391,7 @@ def head_of(header: Header, *body: bytes) -> bytes:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Unlike torch's method, works without numpy."""
+    """Returns the bytes of a uint8 CPU tensor, without numpy."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 

@@ -1,6 +1,4 @@
-"""Encodes and decodes tensors' metadata, devices, numpy values and registered classes. The module `coding` turns errors
-of decoding into MessageDecodeError.
-"""
+"""Encodes and decodes tensors' metadata, devices, numpy values and registered classes."""
 
 from __future__ import annotations
 
@@ -152,7 +150,7 @@ class TensorMetadata(NamedTuple):
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the values as a dense tensor, without a copy if possible. Raises UnfitError if they can't be sent."""
+    """Returns `tensor` dense and detached, without a copy if possible. Raises UnfitError if it can't be sent."""
     if tensor.layout is not torch.strided:
         raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:
@@ -208,7 +206,7 @@ def _device_type(name: str) -> str:
 
 
 def read_device(text: str) -> torch.device:
-    """Raises MessageDecodeError for a large index, which torch would truncate."""
+    """Returns the device named `text`. Raises MessageDecodeError for a large index, which torch would truncate."""
     device = torch.device(text)
     if str(device) != text:
         raise MessageDecodeError(f"a message holds the device {text[:40]!r}, which is not a device of torch")

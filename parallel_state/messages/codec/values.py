@@ -27,7 +27,7 @@ from parallel_state.messages.codec.types import DTYPE_NAMES, DTYPES
 MAX_DEPTH = 100
 
 MOST_NUMBERS = 256
-"""A dict with more keys is encoded as an Ext unless all keys are str or bytes. This limits the decoding time."""
+"""A dict with more keys than this, not all str or bytes, is encoded as an Ext. This limits the decoding time."""
 _UNCHECKED_BYTES = 16 << 10
 """Larger message bodies are decoded only after `_key_check`. In smaller ones, dict keys with colliding hashes cost only
 some milliseconds.
@@ -72,7 +72,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that returns True if this library's encoder could have produced all dict keys of a message.
+    """Returns a function that takes a message body and returns True if this library encodes dict keys as in the body.
 
     Other keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
     """
@@ -91,7 +91,7 @@ def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed 
 
 
 class RefusedError(Exception):
-    """A value can't be sent. Each container around the value appends its key to `path`, innermost first."""
+    """A value can't be sent: it is `what`. Each container around it appends its key to `path`, innermost first."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
@@ -106,7 +106,7 @@ class RefusedError(Exception):
 
 
 class Encoder:
-    """With `careful`, checks that msgpack can represent each int and str; this is slower."""
+    """Encodes a value. With `careful`, checks that msgpack can represent each int and str; this is slower."""
 
     __slots__ = ("_allow_pickle", "_indices", "plain", "tensors")
 
@@ -305,7 +305,7 @@ _PACKERS = _Packers(
 
 
 class Decoder:
-    """The methods can raise any exception; the caller raises MessageDecodeError instead."""
+    """Decodes a message body. The methods can raise any exception; the caller raises MessageDecodeError instead."""
 
     __slots__ = ("_allow_pickle", "_depth", "_left_s", "_tensors")
 
