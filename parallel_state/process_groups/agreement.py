@@ -46,7 +46,7 @@ class Agreement:
         self._meetings: Counter[str] = Counter()
         self._topic = f"{prefix}/not made"
         self._failures: dict[str, tuple[int, str]] = {}
-        """Group's name -> rank that failed to create it, reason."""
+        """Group's name -> (rank that failed to create it, reason)."""
         watcher.answers[self._topic] = self._note_failure
 
     def resolve_and_agree(
@@ -57,10 +57,10 @@ class Agreement:
         timeout_s: float,
         domain: Collection[int] = (),
     ) -> T:
-        """Calls `resolve`, which returns a value and this rank's request. Returns the value.
+        """Calls `resolve`, which returns a value and this rank's request for `agree`. Returns the value.
 
-        Each of `ranks` must call this and waits for the others' requests. Raises ConfigMismatchError if two requests
-        differ. Peers receive the errors of `resolve`, so every step that can fail should be in it.
+        Each of `ranks` must call this. Raises ConfigMismatchError if two requests differ. Peers receive the errors of
+        `resolve`, so every step that can fail should be in it.
         """
         try:
             value, request = resolve()
@@ -80,7 +80,7 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """Waits until all `ranks` have made the same request.
+        """Waits until all `ranks` have made the same request. `what`: the request's name, equal on all ranks.
 
         `wrong`: an error that this rank sends instead of a request; all ranks then raise. `domain`: further ranks whose
         death ends the wait.
@@ -122,9 +122,9 @@ class Agreement:
     ) -> str:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
-        After a timeout the ranks try again together, also those that were late. The name ends with the number of the
-        try. The name isn't random, because DTensor's caches find a later world's equal group by name. If a rank passes
-        `problem`, the reason why it can't create the group, all ranks raise CommunicationError.
+        After a timeout the ranks can try again together, also late ranks. The name ends with the number of the try. It
+        isn't random, because DTensor's caches find a later world's equal group by name. `watched`: ranks whose exit
+        ends the wait. `problem`: why this rank can't create the group; all ranks then raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
@@ -164,7 +164,7 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Sends the other ranks the reason why this rank can't create the group. Waits at most 0.5 s for replies."""
+        """Sends `ranks` the reason why this rank can't create the group `name`. Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
@@ -178,7 +178,7 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes this rank's address of the previous try of `meet`. `name`: the group's name in the current try."""
+        """Deletes the address that this rank stored in the previous try of `meet`. `name`: the result of this try."""
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

@@ -29,7 +29,7 @@ from parallel_state.process_groups.agreement import Agreement, Request
 logger = logging.getLogger("parallel_state")
 
 _FIRST_CHANNEL = 1 << 20
-"""Message tags are made from channels; high numbers avoid the program's own tags."""
+"""Message tags are made from channels. The first channel is high to avoid the program's own tags."""
 _CHANNELS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
@@ -140,7 +140,7 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Raises ConfigMismatchError if settings differ between `ranks`. All `ranks` must call it.
+    """Raises ConfigMismatchError if settings differ between `ranks`. All `ranks` must call it within `limit_s`.
 
     `backend` and `timeout_s`: the values in effect, after arguments have overridden settings.
     """
@@ -154,8 +154,8 @@ def agree_on_settings(
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
-    """Returns a random prefix for the names of a world's process groups, equal on all ranks. Every rank of `group`
-    calls this.
+    """Returns a random prefix for the names of a world's process groups, equal on all ranks of `group`, which must all
+    call this. `device`: of tensors of `group`. `caller`: the function that errors name.
     """
     # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)

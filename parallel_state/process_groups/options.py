@@ -81,7 +81,7 @@ class GroupOptions:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns options with a timeout of at least `limit_s`.
+        """Returns the options to create a group with: the timeout is at least `limit_s` if creation waits for ranks.
 
         The caller sets the group's own timeout afterwards.
         """

@@ -49,14 +49,13 @@ RankLists = Sequence[Sequence[int]]
 _Key = tuple[tuple[int, ...], GroupOptions, int, str]
 """Identifies a group: ranks, options, number, and name of the failure domain.
 
-The number is 0 if the members created the group, 1 if all ranks did, and 2 or more for unshared groups. Groups of
-different failure domains share no connections, so one of them still works after the other has failed.
+The number is 0 if the members created the group, 1 if all ranks did, and 2 or more for unshared groups.
 """
 
 
 @dataclass(frozen=True)
 class Acquired:
-    """The caller passes it to `release` once."""
+    """A process group and its keys in the pool. The caller passes it to `release` once."""
 
     process_group: Any
     keys: tuple[_Key, ...]
@@ -116,7 +115,7 @@ class ProcessGroupPool:
         self._lock = threading.RLock()
         """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
-        """The key None is for groups that all ranks create together."""
+        """One lock for each group; under the key None, one for all groups that must be created one by one."""
 
     @property
     def groups_made(self) -> int:
@@ -124,7 +123,7 @@ class ProcessGroupPool:
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Makes any creation of a group in the `with` block fail if one of `ranks` dies, even one outside of the group.
+        """Makes each creation of a group in the body fail if one of `ranks` dies, even one outside of the group.
 
         Otherwise rank A could wait for a live rank B, which has given up because rank C died.
         """
@@ -155,8 +154,7 @@ class ProcessGroupPool:
         - `near`: groups that the caller already holds. If one of them has the same ranks, options and `root`, returns
           that group.
         - `root`: name of the failure domain: ranks that fail together. Groups of different domains aren't shared.
-        - `unshared`: always creates a new group. Each thread needs its own group, because gloo matches a group's
-          operations by their order.
+        - `unshared`: always creates a new group, for another thread: gloo matches a group's operations by their order.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
@@ -199,7 +197,7 @@ class ProcessGroupPool:
             return self._channels[tuple(ranks)] - 1
 
     def divides(self, options: GroupOptions) -> bool:
-        """True if groups are created by splitting the world's communicator."""
+        """True if groups with `options` are created by splitting the world's communicator."""
         return self._strategy(options, everyone=True) == "split"
 
     def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
@@ -246,7 +244,7 @@ class ProcessGroupPool:
                 self._created[key] += 1
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Each attempt uses a new name, because the store keeps the addresses of a failed one."""
+        """Creates the group. Each attempt uses a new name, because the store keeps a failed attempt's addresses."""
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
