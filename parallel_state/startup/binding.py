@@ -15,10 +15,11 @@ def bind_to_cores(
 ) -> list[int]:
     """Binds all threads of this process to cores, as numactl would, and returns these cores.
 
-    Call this before creating groups. `lists` has the cores of each rank of the host. Without `lists`, the ranks divide
-    the cores that the process is allowed to use; all ranks of the host must be allowed the same cores. Each rank gets
-    whole, adjacent physical cores of one NUMA node. Raises InvalidArgumentError if there are fewer cores than ranks.
-    Raises SettingError if the number of ranks on this host is unknown, or `lists` is too short.
+    Call this before creating groups. `lists` has the cores of each local rank. Without `lists`, the ranks divide the
+    cores that the process is allowed to use; all ranks of the host must be allowed the same cores. Each rank gets
+    whole, adjacent physical cores of one NUMA node. `local_rank` and `local_world_size`: by default the launcher's.
+    Raises InvalidArgumentError if there are fewer cores than ranks. Raises SettingError if the number of ranks on this
+    host is unknown, or `lists` is too short.
     """
     if local_rank < 0:
         place = environment.detect(rendezvous=False)
@@ -49,10 +50,7 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Finds a host whose ranks are allowed different cores.
-
-    Returns [host, cores, ranks, other cores, their ranks], or [] if there is no such host.
-    """
+    """Returns [host, cores, ranks, other cores, their ranks] of a host whose ranks may use different cores, or []."""
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
         if place.cores and place.network:

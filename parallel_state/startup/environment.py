@@ -70,8 +70,8 @@ def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True)
     """Reads the variables of the launcher that started this process. Without a launcher, returns rank 0 of 1.
     `rendezvous`: also determines the address of rank 0.
 
-    Raises SettingError for incomplete or invalid variables. In SLURM, only SLURM_STEP_ID shows that srun started the
-    process: a batch script has SLURM_NTASKS, and even SLURM_PROCID=0, but is a single process.
+    Raises SettingError for incomplete or invalid variables. A SLURM batch script, which srun didn't start, counts as
+    having no launcher.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -87,7 +87,9 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """If `local_rank` is -1, uses the launcher's variable (such as LOCAL_RANK), or else `rank`."""
+    """Returns the environment of `rank`. If `local_rank` is -1, uses the launcher's variable, or else `rank`.
+    `rendezvous`: see `detect`.
+    """
     env = os.environ if environ is None else environ
     if local_rank < 0:
         family = _started_by(env)
@@ -145,11 +147,7 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun or this library's `launch` serves the store at `address`.
-
-    `launch` is recognized by a module that its workers import, not by an environment variable, which programs that a
-    rank starts would inherit.
-    """
+    """Returns True if torchrun or this library's `launch` serves the store at `address`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
     client = sys.modules.get("parallel_state.startup.job_store")  # workers of `launch` import it
@@ -157,10 +155,7 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Returns the hosts of a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`.
-
-    Raises SettingError for invalid syntax.
-    """
+    """Returns the hosts of a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`."""
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(
             f"a SLURM host list must look like `a1,node[01-03,07]`, but is {text!r}; set MASTER_ADDR to rank 0's host"

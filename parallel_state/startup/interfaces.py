@@ -32,7 +32,7 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """Every field is a string without spaces."""
+    """A rank's host, network address and process, as sent to other ranks. Every field is a string without spaces."""
 
     network: str = ""
     """Identifies the loopback network: processes with equal values can reach each other over it. Empty if unknown."""
@@ -88,7 +88,7 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Returns an address that two hosts announce, then name, interface and ranks of each host, or []."""
+    """Returns an address that two hosts announce, then each host's name, interface and ranks; [] if there is none."""
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -102,7 +102,7 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Returns a rank that others can't reach over the control plane, its Address and the reason, or []."""
+    """Returns a rank that others can't reach over the control plane, its Address and the reason; [] if none."""
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]

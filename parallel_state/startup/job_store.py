@@ -16,10 +16,7 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Replaces the store.
-
-        Closes the previous store, but keeps the object, because an abandoned process group can still use the object.
-        """
+        """Replaces and closes the store, but keeps its object, which an abandoned process group can still use."""
         before, self._store = self._store, store
         if before is not None:
             before.close()

@@ -23,7 +23,7 @@ from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
 
 _LIMIT_S = 20.0
-"""The check also takes at most half of the time until the start-up's deadline."""
+"""Limit of the check, which also takes at most half of the time until the start-up's deadline."""
 _OWN_HOST_S = 2.0
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
@@ -83,9 +83,9 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Exchanges between all `ranks` which ranks can't be reached. `value` has the findings of this rank.
+    """Exchanges `value`, this rank's findings, between all `ranks`. Ends early if one of `watched` exits.
 
-    Ends early if one of `watched` exits.
+    Returns the control plane's verdict, and all pairs of ranks of which one can't reach the other.
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended

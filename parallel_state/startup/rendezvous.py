@@ -107,9 +107,9 @@ class Met(NamedTuple):
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns the address at which other ranks reach this rank.
+        """Returns the address at which other ranks reach this rank, `rank`.
 
-        Returns `towards_store`, the local address on the route to the store. If this is a loopback address but the
+        This is `towards_store`, the local address on the route to the store. If that is a loopback address but the
         world has several hosts, returns the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
@@ -139,7 +139,7 @@ def end_linger() -> None:
 
 
 def _linger(watcher: Watcher, served: list[Any]) -> None:
-    """The watcher's thread closes the stores of a failed start after 3 s."""
+    """Keeps `served`, the stores of a failed start, open for 3 s; then the watcher's thread closes them."""
     until, watcher.status.start = time.monotonic() + _LINGER_S, None
     _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
     stack.callback(watcher.close)
@@ -151,8 +151,7 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
     """Finds the other ranks of a new world. Every rank must call this.
 
     With `over_gloo`, each rank needs an address that other hosts can reach. Raises RendezvousError if the ranks don't
-    find each other, and PeerDiedError if a rank exits. Raises ConfigMismatchError if world sizes differ, and
-    InvalidArgumentError for an unknown `init_method`.
+    find each other, PeerDiedError if a rank exits, and ConfigMismatchError if world sizes differ.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -277,7 +276,7 @@ class _Meeting:
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
-        """Logs every 10 s, on one rank of each host, which ranks are missing."""
+        """Logs at most every 10 s, on one rank of each host, the missing ranks, which `find_missing` returns."""
         now, endpoint = time.monotonic(), self.own_place.endpoint
         if now < self._warned_at + _WARN_S:
             return
@@ -351,8 +350,8 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits until all ranks have entered the store `world`. Returns the decision, and the number of ranks that
-        should read it.
+        """Waits until all ranks have entered `world`, the store of the world `name`. Returns the decision (a start or
+        an error), and the number of ranks that should read it. `launcher`: the launcher's store.
         """
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
@@ -395,7 +394,8 @@ class _Meeting:
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
         """Returns True if `complaint` repeats a rank's complaint.
 
-        Otherwise deletes `complaint` from `launcher`: perhaps rank 0 was only suspended, or the network interrupted.
+        Otherwise deletes it from `launcher`, the launcher's store: perhaps rank 0 was only suspended, or the network
+        interrupted.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
@@ -478,7 +478,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """Raises the error of a start that failed before this rank took part, but only once."""
+        """If a start failed before this rank took part, raises the start's error, but only once."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -552,7 +552,7 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises the error that rank 0 published, or PeerDiedError if rank 0 exited. The cause is `error`.
+        """Raises, from `error`, the error that rank 0 published for world `name`, or PeerDiedError if rank 0 exited.
 
         Rank 0 counts as exited 0.8 s after its store first refused a connection, at `refused_at`.
         """

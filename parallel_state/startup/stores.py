@@ -43,7 +43,7 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at fir
 class StoreWay(NamedTuple):
     where: str
     connect: Callable[[], dist.Store]
-    """The caller can retry after OSError or DistNetworkError."""
+    """Opens the store. The caller can retry after OSError or DistNetworkError."""
     prefix: str = "parallel_state"
     server: tuple[str, int] | None = None
     """Address at which rank 0 serves the store; None if a launcher or torch does."""
@@ -52,8 +52,7 @@ class StoreWay(NamedTuple):
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
     """Finds the store that `init_method` names. Waits up to 60 s until the name of rank 0's host resolves.
 
-    `deadline` limits this call and the result's `connect`; `timeout_s` is passed to torch's rendezvous. Raises
-    InvalidArgumentError for an invalid method, and RendezvousError if no address is usable.
+    `deadline` limits this call and the result's `connect`; `timeout_s` is passed to torch's rendezvous.
     """
     if init_method != "env://" and not init_method.startswith("tcp://"):
         scheme = init_method.partition("://")[0]
@@ -272,7 +271,7 @@ def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.s
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make` in a thread. Raises TimeoutError `grace_s` after the deadline."""
+    """Runs `make` in a thread and returns its result. Raises TimeoutError `grace_s` after the deadline."""
     future = in_thread(make, "rendezvous")
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
@@ -281,7 +280,7 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """Retries for 60 s, because a pod's name exists only once the pod runs."""
+    """Returns the host's IP addresses. Retries for 60 s, because a pod's name exists only once the pod runs."""
     give_up = min(deadline, time.monotonic() + _RESOLVE_S)
     is_logged = False
     for _ in looks(give_up):

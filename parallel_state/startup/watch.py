@@ -53,7 +53,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """The process can exit while `call` runs."""
+    """Runs `call` in a thread, during which the process can exit."""
     future: Future[T] = Future()
 
     def run() -> None:
