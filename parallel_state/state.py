@@ -57,7 +57,7 @@ c10d.register()
 
 @dataclass(frozen=True)
 class Start:
-    """How this process initialised the environment. A smaller world is initialised in the same way."""
+    """Arguments and results of init_distributed_environment, which `reinitialize` uses for a smaller world."""
 
     init_method: str
     options: Mapping[str, Any]
@@ -231,7 +231,10 @@ def init_world_group(
     allow_pickle: bool = False,
     high_priority_stream: bool = False,
 ) -> GroupCoordinator:
-    """Creates and returns the world group over torch.distributed's default group."""
+    """Creates and returns the world group over torch.distributed's default group. Every rank must call it.
+
+    `ranks`: all ranks, 0, 1, … `pool`: creates process groups; default: a new pool.
+    """
     global _WORLD
     from parallel_state.groups import world as world_module
 
@@ -470,8 +473,9 @@ def init_model_parallel_group(
 
     Each rank of the world is in exactly one list, and must call this function with the same arguments.
 
+    - `group_name`: begins `unique_name`. `allow_pickle`: as in initialize_model_parallel.
     - `use_device_communicator`: False forbids this library's kernels.
-    - `use_custom_allreduce`: False also forbids this library's kernels. Default: the value of `set_custom_all_reduce`.
+    - `use_custom_allreduce`: False also forbids them. Default: the value of `set_custom_all_reduce`.
     - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers.
     """
     world = get_world_group()
