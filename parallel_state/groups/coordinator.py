@@ -15,8 +15,8 @@ Contract of all collectives:
 - Calls on tensors work under torch.compile(fullgraph=True) unless they return handles. In compiled code, a wrong size
   that was computed from a tensor's values raises torch's RuntimeError.
 
-A method first calls the function of the same name in `DIRECT`, which bypasses torch's dispatcher. It does so itself
-because another Python frame would add 0.1 µs to a call of 4 µs.
+A method first calls the function of the same name in `DIRECT`, which bypasses torch's dispatcher. Calling it from
+`collectives.calls` would add 0.1 µs to 4 µs.
 """
 
 from __future__ import annotations
@@ -473,7 +473,8 @@ class GroupCoordinator:
 
         `op`: sum, avg, max, min or product, or torch's `ReduceOp.SUM` and so on. On bool tensors, sum and max are OR;
         min and product are AND. The average of integers is computed as in NCCL: the sum wraps around in the dtype, and
-        the division rounds toward zero. Tensor-parallel layers need another gradient: see the module `regions`.
+        the division rounds toward zero. `async_op` must be False: see all_reduce_async. Tensor-parallel layers need
+        another gradient: see the module `regions`.
 
         `order` of a sum of CPU tensors: "rank" adds in rank order. "tree" sums each half of the ranks in the same way,
         then adds both sums; the number of ranks must be a power of two. See "Equal bits for every TP size" in
@@ -498,7 +499,7 @@ class GroupCoordinator:
     ) -> Tensor:
         """Concatenates the ranks' `x` along `dim`, in rank order: `[…, d, …]` to `[…, world_size · d, …]`.
 
-        A 0-d tensor becomes `[world_size]`. Shapes must be equal on all ranks.
+        A 0-d tensor becomes `[world_size]`. Shapes must be equal on all ranks. `async_op` must be False.
         """
         if async_op:
             checks.refuse_async(self.context, "all_gather")
@@ -535,7 +536,7 @@ class GroupCoordinator:
             return list(self.all_gather(x, 0).reshape(self.world_size, *x.shape).unbind(0))
 
     def all_gatherv(self, x: TensorOrList, dim: int = 0, sizes: Sequence[int] | None = None) -> TensorOrList:
-        """Gathers as all_gather does, but rank r's `x` has length `sizes[r]` along `dim`.
+        """Gathers as all_gather does, but rank r's `x` has length `sizes[r]` (None: equal lengths) along `dim`.
 
         Every rank must pass the same `sizes`. `x` can be a list of tensors that all have these sizes; the result is
         then a list.
@@ -560,7 +561,7 @@ class GroupCoordinator:
     ) -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`.
 
-        `order` has the same meaning as in all_reduce.
+        `order`: as in all_reduce. `async_op` must be False.
         """
         if async_op:
             checks.refuse_async(self.context, "reduce_scatter")
@@ -675,7 +676,9 @@ class GroupCoordinator:
         return GroupCoordinator.all_to_all(self, x, out=out, output_split_sizes=outputs, input_split_sizes=inputs)
 
     def broadcast(self, x: Tensor, src: int = 0, *, async_op: checks.NotAsync = False) -> Tensor:
-        """Returns rank `src`'s `x` as a new tensor. On other ranks `x` determines only shape and dtype."""
+        """Returns rank `src`'s `x` as a new tensor. On other ranks `x` determines only shape and dtype. `async_op` must
+        be False.
+        """
         if async_op:
             checks.refuse_async(self.context, "broadcast")
         if not is_dynamo_compiling():

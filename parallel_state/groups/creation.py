@@ -34,7 +34,7 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Gives this library's own NCCL communicators a stream of high priority; in `options`, also the process group."""
+    """Gives this library's own NCCL communicators a stream of high priority. In `options`: also the process group."""
     lazy_cpu_group: bool = False
     """If True, all ranks of the group together create its gloo group at the first use."""
 
@@ -57,7 +57,7 @@ def create_group(
 
     `make`: GroupCoordinator. `name`: begins `unique_name`. `domain`: the ranks whose death fails the group, by default
     all ranks of the world. `given`: process groups of the program, used instead of new ones. `owns_pool`: the group
-    closes `pool`. For the callers and the other arguments see ProcessGroupPool.acquire.
+    closes `pool`. For the other arguments, and which ranks must call this, see ProcessGroupPool.acquire.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
