@@ -100,8 +100,8 @@ def define(
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
     """Returns a kernel for tensors whose values are deferred: conjugated, negated and zero tensors.
 
-    Unlike torch's default kernel, it copies results back also if the op returns nothing. Returns None if the op writes
-    no tensor except its argument `token`.
+    Unlike torch's default kernel, it also copies results back into the arguments of ops that return nothing. Returns
+    None if the op writes no tensor except its argument `token`.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
