@@ -92,10 +92,10 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends `obj` immediately if possible, and returns None. Waits only if `waits` is set.
+        """Sends `obj` immediately if possible, and returns None. Otherwise returns the encoded message or the handle of
+        a started send, for `isend` or `send`.
 
-        Otherwise returns the encoded message or the handle of a started send, for `isend` or `send`. `must_be`: the
-        required type of `obj`. `group`: the all-gather group.
+        Waits only if `waits` is set. `must_be`: the required type of `obj`. `group`: the all-gather group.
         """
         if self._unwaited:
             self._forget_sent()
@@ -109,10 +109,7 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Starts to send the result of `post`. Raises MessageEncodeError if the object can't be encoded.
-
-        The receiver then raises RemoteError.
-        """
+        """Starts to send the result of `post`. Raises MessageEncodeError if the object can't be encoded."""
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -126,7 +123,7 @@ class Messenger:
         return handle
 
     def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
-        """Sends the result of `post`, and returns when the tensors can be changed. Raises the errors of `isend`."""
+        """Sends the result of `post`, and returns when the tensors can be changed."""
         if outgoing is None:
             return
         if self._pending:
@@ -302,9 +299,7 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Receives into `tensors`. `form`: text or digest of the expected spec. Raises CollectiveMismatchError if the
-        sender's spec differs.
-        """
+        """Receives into `tensors`. `form`: text or digest of the expected spec."""
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:

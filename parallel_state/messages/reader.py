@@ -68,8 +68,7 @@ class Reader:
         return self.take_head(header, memoryview(head)[wire.HEADER_BYTES :], tensor_bytes)
 
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
-        """Decodes a message's header and body. Returns the tensors into which the caller must receive. Raises
-        RemoteError if the sender sent an error.
+        """Decodes a message's header and body. Returns the tensors into which the caller must receive.
 
         `tensor_bytes`: the size of the CPU tensors that have arrived, if known.
         """

@@ -55,7 +55,7 @@ POOLED_BYTES = 128 << 10
 LENT_BYTES = 128 << 10
 """Messages with at least this total tensor size are read in the sender's memory. Equals `Lender::kLeastBytes`."""
 LEFT, DONE, NO_ROOM = range(3)
-"""The values of `Outcome` in csrc/messages.h."""
+"""Results of a send in C++: left to Python, done, or no room to send. Equal `Outcome` in csrc/messages.h."""
 STARTED = 4
 """Equals `kStarted` in csrc/messages_api.cpp. STARTED + n means that transfer number n was started."""
 NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
@@ -147,7 +147,7 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Encodes `obj`, of type `must_be`. Never raises: after an error, returns a message with the error's text."""
+    """Encodes `obj`, which must be a `must_be`. Never raises: after an error, returns a message with its text."""
     if must_be is None or isinstance(obj, must_be):
         part = cut_of(all_gather_group, all_gather_tensors)
         packed = None if part is None else codec_values.pack(obj, part)

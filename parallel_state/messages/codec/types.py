@@ -150,7 +150,7 @@ class TensorMetadata(NamedTuple):
 
 
 def dense_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` dense and detached, without a copy if possible. Raises UnfitError if it can't be sent."""
+    """Returns `tensor` dense and detached, without a copy if possible."""
     if tensor.layout is not torch.strided:
         raise UnfitError(f"a tensor of layout {tensor.layout}, but only dense strided tensors can be sent")
     if tensor.is_nested:
@@ -224,7 +224,7 @@ def is_numpy(cls: type) -> bool:
 
 
 def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
-    """Returns a numpy value's dtype, shape, order (`C` or `F`) and bytes. Raises UnfitError if it can't be sent."""
+    """Returns a numpy value's dtype, shape, order (`C` or `F`) and bytes."""
     import numpy
 
     array = numpy.asarray(value)

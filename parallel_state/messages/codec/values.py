@@ -72,7 +72,7 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that takes a message body and returns True if this library encodes dict keys as in the body.
+    """Returns a function that returns True for a message body if this library can have encoded all its dict keys.
 
     Other keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
     """
