@@ -25,7 +25,9 @@ _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """This process's rank and local rank, the number of ranks, and the address of rank 0 (None if not needed)."""
+    """This process's rank and local rank, the number of ranks, the address of rank 0 (None if not needed), and the
+    launcher (`source`).
+    """
 
     rank: int
     local_rank: int

@@ -16,7 +16,7 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Replaces and closes the store, but keeps its object, which an abandoned process group can still use."""
+        """Stores `store` and closes the previous one, but keeps its object: an abandoned process group can use it."""
         before, self._store = self._store, store
         if before is not None:
             before.close()

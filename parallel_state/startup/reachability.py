@@ -31,10 +31,8 @@ _Pair = tuple[int, int, str]
 
 
 def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Checks that all hosts reach each other; every rank must call this. `rank`: this rank. `where`: the rendezvous
-    address, for errors.
-
-    Raises RendezvousError if a host can't be reached, and PeerDiedError if a rank exits.
+    """Raises an error unless all hosts reach each other. Every rank must call this. `rank`: this rank. `where`: the
+    rendezvous address, for errors.
     """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):

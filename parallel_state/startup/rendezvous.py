@@ -150,8 +150,8 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank must call this.
 
-    With `over_gloo`, each rank needs an address that other hosts can reach. Raises RendezvousError if the ranks don't
-    find each other, PeerDiedError if a rank exits, and ConfigMismatchError if world sizes differ.
+    With `over_gloo`, each rank needs an address that other hosts can reach. For errors see
+    init_distributed_environment.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -197,8 +197,7 @@ def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address
     """Finds the ranks of the next world over the control plane of the `old` world.
 
     Returns None if the old world has no control plane. Each of `ranks`, the remaining ranks, must call this. `ranks`,
-    `rank` and `own_place` are those of the old world. Raises PeerDiedError if a rank exits. Raises RendezvousError if a
-    rank doesn't call this, or can't listen on a second port.
+    `rank` (this rank) and `own_place` (its Address) are those of the old world.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""

@@ -53,7 +53,7 @@ def run_watched(
 
 
 def in_thread(call: Callable[[], T], name: str) -> Future[T]:
-    """Runs `call` in a thread, during which the process can exit."""
+    """Runs `call` in a thread that doesn't delay the exit of the process."""
     future: Future[T] = Future()
 
     def run() -> None:
