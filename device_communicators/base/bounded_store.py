@@ -68,8 +68,9 @@ class BoundedStore:
         connection: _Connection | None = None,
         owns_timeout: bool = False,
     ) -> None:
-        """`owns_timeout`: True if nothing else uses this store's timeout, and its operations end at that timeout, as
-        those of the control plane's stores do. Then operations run in the calling thread.
+        """`limit_s`: timeout of each operation. `deadline`: when all operations fail. An operation also fails when
+        `ended()` returns True. `connection`: shared by all wrappers of one torch store. `owns_timeout`: True if nothing
+        else uses the timeout of `store`, and its operations end at it. They then run in the calling thread.
         """
         self.raw = store
         """The wrapped torch store. Its operations have no deadline."""
@@ -127,8 +128,8 @@ class BoundedStore:
         return f"the store at {host}:{port}, which {server} serves,"
 
     def start(self, job: Callable[[BoundedStore], object]) -> None:
-        """Runs `job(store)` in a helper thread. The store's operations have no deadline there. A failure of the store,
-        or an operation that this kind of store lacks, ends `job`.
+        """Runs `job(store)` in a helper thread, where the store's operations have no deadline. A failure of the store,
+        or an operation that this kind of store lacks, silently ends `job`.
         """
         direct = BoundedStore(self.raw)
         direct._is_direct = True
@@ -169,7 +170,7 @@ class BoundedStore:
 
     @property
     def waits_in_server(self) -> bool:
-        """True for the control plane's stores: the server answers `wait_for` when the keys exist."""
+        """True for stores of this library, whose server answers `wait_for` when the keys exist."""
         return hasattr(_server_of(self.raw), "access")
 
     def hold(self, key: str, value: str) -> None:

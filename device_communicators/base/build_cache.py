@@ -47,7 +47,7 @@ def about_cache(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """The user can delete it at any time: the code is then compiled again."""
+    """Returns the folder of compiled code. The user can delete it at any time; the code is then compiled again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 
@@ -75,7 +75,9 @@ def seal(content: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes:
-    """Returns the file's content. Raises CacheError if the checksum is wrong or another user can write to the file."""
+    """Returns the content that `write_sealed` wrote to the file. Raises CacheError if its checksum is wrong or another
+    user can write to the file.
+    """
     try:
         info = path.stat()
         content = path.read_bytes()

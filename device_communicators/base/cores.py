@@ -39,7 +39,9 @@ def usable_cores() -> set[int]:
 
 
 def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
-    """Returns the cores' topology. A core without an entry in /sys counts as a physical core of its own, on node 0."""
+    """Returns the topology of the cores `numbers`. A core without an entry in the folder `devices` counts as a physical
+    core of its own, on node 0.
+    """
     nodes = _nodes(devices)
     found = []
     for number in sorted(numbers):
@@ -114,8 +116,8 @@ def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
     possible.
 
     Each node gets consecutive ranks, in proportion to its cores. With more ranks than physical cores, each rank gets
-    hardware threads: first the first thread of each core, then the second. With fewer ranks than nodes, a rank gets
-    several nodes. Raises InvalidArgumentError if there are fewer cores than ranks.
+    hardware threads: first the first thread of each core, then the second. Raises InvalidArgumentError if there are
+    fewer cores than ranks.
     """
     if count > len(cores):
         raise InvalidArgumentError(
@@ -167,8 +169,9 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns the number of ranks in each area, or 0 if they can't be divided. `areas` has one entry for each rank.
-    `by` is "nodes" (NUMA), "caches" (NUMA nodes, or caches if there is only one node) or "off".
+    """Divides a host's ranks by NUMA nodes or caches. Returns the number of ranks in each area, or 0 for no division.
+    `areas` has one entry for each rank. `by` is "nodes", "caches" (nodes, or caches if there is only one node) or
+    "off".
 
     Each area must contain the same number of consecutive ranks, at least two, because reductions first sum within each
     area.

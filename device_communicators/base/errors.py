@@ -57,7 +57,7 @@ class MessageEncodeError(UsageError, TypeError):
 
 
 class UnsupportedError(UsageError, NotImplementedError):
-    """The call is unsupported here, for example because no communicator of the group supports it for this tensor."""
+    """The group or the platform doesn't support the call, for example for this tensor's dtype or device."""
 
 
 class GroupNotInitializedError(UsageError, RuntimeError):
@@ -109,7 +109,7 @@ class CommunicationError(ParallelStateError, RuntimeError):
         self.operation = operation
         self.sequence = sequence
         self.recent: tuple[str, ...] = ()
-        """The last operations, as text. The failed operation is the last of them."""
+        """The group's last operations, as text. The failed operation is the last of them."""
         self.rank = rank
         self.suspect_ranks = tuple(suspect_ranks)
         self.elapsed_s = elapsed_s

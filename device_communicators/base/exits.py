@@ -1,7 +1,7 @@
 """Prevents an abort when Python exits while threads run native calls: such threads then block, as in Python 3.14.
 
-Older versions of Python unwind a thread that returns from a native call during the exit. In noexcept C++ code, such as
-torch's bindings, this calls `std::terminate`.
+Older versions of Python unwind the stack of a thread that returns from a native call during the exit. Unwinding
+noexcept C++ code, such as torch's bindings, calls `std::terminate`.
 """
 
 from __future__ import annotations

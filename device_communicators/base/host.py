@@ -139,13 +139,13 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """Returns the address that gloo publishes. Can block on a name server."""
+    """Returns the address that gloo publishes. Can block on a DNS query."""
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """Returns the address of each interface in GLOO_SOCKET_IFNAME ("" for an interface without addresses). If that is
-    unset, returns the address that the host's name resolves to, or 127.0.0.1.
+    """Returns the address of each interface in GLOO_SOCKET_IFNAME ("" for an interface without addresses). If the
+    variable is unset, returns the address that the host's name resolves to, or 127.0.0.1.
     """
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

@@ -1,6 +1,4 @@
-"""Excludes functions from torch.compile. torch.compiler.disable would import torch._dynamo (1 s) and add a wrapper (1
-µs per call).
-"""
+"""Marks functions that torch.compile must not trace."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Ends commands by Ctrl-C or SIGTERM: with what they have measured, one line and an exit code.
+"""Ends commands on Ctrl-C or SIGTERM with one line on stderr and an exit code.
 
-Is here and not beside the commands because `parallel_state` imports torch, and a signal can arrive meanwhile.
+Importing this module doesn't import torch, because a signal can arrive during that import.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, as an exception that code for Ctrl-C handles."""
+    """Raised in place of SIGTERM, so that code that handles Ctrl-C also handles SIGTERM."""
 
 
 def report_end(program: str, error: KeyboardInterrupt) -> int:
@@ -23,7 +23,8 @@ def report_end(program: str, error: KeyboardInterrupt) -> int:
 
 
 def run_interruptible(program: str, command: Callable[[], int]) -> int:
-    """Returns the command's exit code, or that of `report_end` if Ctrl-C or SIGTERM ended it.
+    """Runs `command` and returns its exit code. If Ctrl-C or SIGTERM ends `command`, returns the result of
+    `report_end`.
 
     SIGTERM raises Terminated in `command`, as Ctrl-C raises KeyboardInterrupt.
     """

@@ -1,4 +1,4 @@
-"""Finds which limit caused an error, and describes how to raise it."""
+"""Finds which resource limit caused an error, and describes how to raise the limit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from device_communicators.base.errors import ParallelStateError, ResourceLimitEr
 logger = logging.getLogger("parallel_state")
 
 _MOST_DESCRIPTORS = 65_536
-"""Enough for 13,000 groups. Containers allow 10⁹, but then programs that close every possible descriptor would take
-minutes.
+"""Highest limit that is set, enough for 13,000 groups. Containers allow 10⁹, but then programs that close every
+possible descriptor would take minutes.
 """
 _TEXTS = {
     "Too many open files": errno.EMFILE,
@@ -34,8 +34,8 @@ _FOLDERS = "/dev/shm", "/tmp"
 
 
 def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Returns which resource ran out and caused `error`, or None. If the error names no file, `folder` is checked for
-    space.
+    """Returns a text about the resource whose shortage caused `error`, or None. If a disk is full and `error` names no
+    file, the text has the free space of `folder`.
     """
     for each in _chain(error):
         number = _number(each)
@@ -46,8 +46,8 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns a ResourceLimitError if `error` means that a resource ran out while `doing`, else `error`. An error of
-    this library keeps its class; the resource is added to its text.
+    """Returns a ResourceLimitError if `error` means that a resource ran out, else `error`. An error of this library
+    keeps its class; the resource is added to its text. `doing`: what failed, for the text.
     """
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):
@@ -81,8 +81,8 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Raises ResourceLimitError if `count` descriptors can't be opened. Call this before gloo connects: gloo ends the
-    process if it can't accept a connection.
+    """Raises ResourceLimitError if `count` descriptors can't be opened. `doing`: what needs them, for the text. Call
+    this before gloo connects: gloo ends the process if it can't accept a connection.
     """
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -167,7 +167,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 def _clone3_is_forbidden() -> bool:
     """Returns True if a sandbox makes clone3 fail with EPERM. glibc then can't create threads, because it falls back to
-    clone only after ENOSYS. Calls clone3 with invalid arguments, which fail with EINVAL without a sandbox.
+    clone only after ENOSYS.
     """
     if sys.platform != "linux":
         return False

@@ -19,7 +19,7 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 
 
 class Timeout:
-    """Shared by all objects of a group. A change applies to calls that begin later."""
+    """A group's timeout, shared by all objects of the group. A change applies to calls that begin later."""
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0
@@ -116,8 +116,9 @@ class GroupMember:
         like: CommunicationError | None = None,
         **facts: Any,
     ) -> Failure:
-        """Returns an error of class `kind` whose attributes describe this group. `started`: start of the call by the
-        monotonic clock. `like`: an error whose attributes are copied. `facts`: attributes that override these.
+        """Returns an error of class `kind` whose attributes describe this group. `operation`: the failed method.
+        `started`: the call's start by the monotonic clock. `like`: an error whose attributes are copied. `facts`: other
+        attributes, which take precedence.
         """
         if like is not None:
             names = ("sequence", "suspect_ranks", "elapsed_s", "timeout_s")

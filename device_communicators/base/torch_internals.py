@@ -60,9 +60,7 @@ def bound_device() -> torch.device | None:
 
 def reset_group_count() -> None:
     """Makes torch give the next default group the number 0, which is part of its store keys. Call this while there is
-    no default group.
-
-    An init that fails within torch increases the number on that rank only.
+    no default group. Otherwise ranks whose earlier init failed would use other keys than their peers.
     """
     c10d._world.group_count = 0
 
@@ -201,8 +199,8 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Unbinds the default group's device in the block. Otherwise a new group would split that device's communicator,
-    and every rank would have to take part.
+    """Unbinds the default group's device in the block. Otherwise torch would create a new group by a split of that
+    device's NCCL communicator, in which every rank must take part.
     """
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
@@ -222,7 +220,7 @@ def is_registered(group: Any) -> bool:
 
 
 def name_ranks(group: Any) -> None:
-    """Sets the ranks in the NCCL group's options. Call this before the default group is split.
+    """Sets the list of ranks in the options of the NCCL group `group`. Call this before the default group is split.
 
     torch sets these ranks only for a process's first NCCL group. For a later group, a split reads past the end of an
     empty list and crashes (pytorch #192109; seen with 2.11). This function wasn't tested on a GPU.
@@ -238,8 +236,8 @@ def mark_written(x: Tensor) -> None:
 
 
 def end_process_groups(group: Any = None) -> None:
-    """Destroys the group, or all groups. Logs a reminder after 10 s: NCCL waits without a limit while a CUDA graph uses
-    the group.
+    """Destroys torch's process group `group`; None: all. Logs a reminder after 10 s: NCCL waits without a limit while a
+    CUDA graph uses the group.
     """
     ended = threading.Event()
 
@@ -256,10 +254,8 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. `find=None` restores torch's
-    own stores.
-
-    Does nothing if torch lacks `_create_c10d_store`; `rendezvous.meet` works without it.
+    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns, or torch's own store if `find`
+    is None or returns None. Does nothing if torch lacks `_create_c10d_store`.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -315,9 +311,7 @@ def keep_cuda_busy(cycles: int) -> None:
 
 
 def symmetric_bytes(size_bytes: int, device: torch.device) -> Tensor:
-    """Allocates GPU memory for `meet_over_symmetric_memory`. torch's own `empty` would take the memory from a pool that
-    never frees it.
-    """
+    """Allocates GPU memory for `meet_over_symmetric_memory` to map on all ranks. torch's own `empty` never frees it."""
     kind: Any = torch._C._distributed_c10d._SymmetricMemory
     return kind.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
 
@@ -358,9 +352,7 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Makes torch.compile leave a function to the interpreter, for example an op's kernel. Otherwise, if untraced
-    code calls the op, dynamo could start to trace the kernel.
-    """
+    """Prevents torch.compile from tracing a function, such as an op's kernel that untraced code calls."""
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
@@ -370,7 +362,7 @@ def mark_constant(function: Any) -> None:
 
 
 def mark_static_address(tensor: Any) -> None:
-    """A compiled graph that writes to this input can then become a CUDA graph."""
+    """Marks a graph's input whose address doesn't change, so that a graph that writes to it can become a CUDA graph."""
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -422,7 +414,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Threads that autograd uses for this thread's backward can read the value, too."""
+    """Stores a value for `stashed_for_autograd` in this thread and in threads that autograd uses for its backward."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -439,12 +431,12 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Keeps the order of ops in a traced graph: each op writes to a token. Each graph has its own copy of the token.
+    """Traces `op`. If `op` has an argument `token`, a tensor that such ops write to keep their order in the graph,
+    replaces it by the graph's own copy. Writing to the caller's token would mutate the graph's input, or a constant of
+    an exported program.
 
-    Writing to the caller's token would mutate the graph's input, or a constant of an exported program.
-
-    The backward uses the ops' saved results: repeated collectives could run in any order relative to collectives of the
-    backward. With an activation budget of 0, or in a checkpoint that recomputes, all ops are repeated, in order.
+    Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
+    relative to its own collectives.
     """
     given, token = list(args), None
     for at, argument in enumerate(schema_of(op).arguments[: len(given)]):
@@ -465,8 +457,8 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the recompute policy from the token's graph node, so that torch's partitioner decides. Otherwise the
-    backward would repeat ops whose only input is the token.
+    """Removes the recompute policy from the token's graph node, so that torch's partitioner decides whether to save the
+    token. Otherwise the backward would recompute ops whose only input is the token.
     """
     proxies = get_proxy_mode()
     if proxies is not None:
@@ -486,8 +478,8 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the graph's copy of the ordering token. The first call for each device and tracer creates it; `mode`
-    keeps it.
+    """Returns the graph's copy of `token`. The first call for each device and tracer creates it and stores it in
+    `mode`.
     """
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
@@ -500,7 +492,7 @@ def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTens
 
 
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
-"""Base class whose `apply` accepts torch.func transforms."""
+"""Base class of autograd functions whose `apply` accepts torch.func transforms."""
 
 
 in_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -527,7 +519,7 @@ def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """Runs the op's vmap rule, as register_vmap does. register_vmap would import torch._functorch at registration."""
+    """Runs `rule`, the vmap rule of `op`, as register_vmap does. register_vmap would import torch._functorch early."""
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

@@ -40,8 +40,8 @@ class _Wakeup:
         signal.set_wakeup_fd = self.set
 
     def set(self, fd: int, /, **options: Any) -> int:
-        """Replaces `signal.set_wakeup_fd`. Returns -1 instead of the library's own descriptor, which programs must not
-        get.
+        """Replaces `signal.set_wakeup_fd`: the value -1 sets the library's own descriptor. Returns the previous
+        descriptor, but -1 for the library's own.
         """
         before = _set(self.writer, warn_on_full_buffer=False) if fd == -1 else _set(fd, **options)
         self.is_set, self.is_foreign = fd == -1, fd != -1
