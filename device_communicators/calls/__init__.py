@@ -1,1 +1,1 @@
-"""Helpers of all transports for a call: its description, records, tensor memory, reductions and pending work."""
+"""Code that all transports use: descriptions and records of calls, tensor memory, reductions, pending work."""

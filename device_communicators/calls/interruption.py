@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 ON_FAILED_OP: list[Callable[[], None]] = []
-"""A failed op calls these before it raises its own error."""
+"""Functions that a failed op calls before it raises its own error."""
 
 
 def raise_interruption() -> None:

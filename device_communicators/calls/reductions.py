@@ -1,4 +1,4 @@
-"""Computes reductions and fused norms with torch's functions. Tests compare kernels with these results."""
+"""Computes reductions and fused norms with torch's functions. Tests compare this library's kernels with the results."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _ONE_THREAD_ELEMENTS = 32_768
 _STATE_BYTES = 64
 """At least the size of `fenv_t`."""
 _DEFAULT = ctypes.c_void_p(-1)
-"""FE_DFL_ENV of glibc and musl."""
+"""FE_DFL_ENV of glibc and musl: the default floating-point state."""
 TREE_SUM = "tree_sum"
-"""The op of calls with `order="tree"`."""
+"""The reduce op of calls with `order="tree"`."""
 REDUCING = (
     "all_reduce", "all_reduce_", "iall_reduce_", "reduce_scatter", "ireduce_scatter", "reduce_scatterv",
     "all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_fp8_quant",
@@ -51,8 +51,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns a tensor and an op that the transports can reduce and that give the result of `x` and `reduce_op`. The
-    third value is `x` if the result must be copied into it, else None.
+    """Returns the values of `x` in a dtype that the transports can reduce, and the op for that dtype. The third value
+    is `x` if the result must be copied into `x`, else None.
     """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
@@ -70,8 +70,8 @@ def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor |
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
-    """Reduces `x` into `total`, with the same bits as cpu/csrc/reduce.h. torch's own maximum of 0.0 and -0.0 depends on
-    the element's address.
+    """Reduces `x` into `total`, with the same bits as cpu/csrc/reduce.h. torch's own maximum isn't used: that of 0.0
+    and -0.0 depends on the element's address.
     """
     if total.is_cpu and total.numel() > _ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(_ONE_THREAD_ELEMENTS) for each in (total, x))

@@ -38,7 +38,7 @@ _CLASSES: tuple[tuple[str, ...], ...] = (
     ("broadcast_tensor_dict with a spec",),
     ("reduce",),
 )
-"""In the order of `Method` in csrc/call.h. Ranks may call different methods of one class."""
+"""Classes of methods, in the order of `Method` in csrc/call.h. Methods of one class match each other."""
 _VARIANTS = 8
 METHODS = {
     name: _VARIANTS * number + variant for number, names in enumerate(_CLASSES) for variant, name in enumerate(names)
@@ -86,7 +86,7 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """All fields must be equal on all ranks, except that methods of one class in `_CLASSES` match each other."""
+    """A call that a program made. All ranks must have equal fields, but methods of one class in `_CLASSES` match."""
 
     method: str
     dtype: torch.dtype | None = None
@@ -227,8 +227,8 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns an operation's UserCall. `method`: the name that the user called, if different. `dim` is used if `args`
-    contain no dim.
+    """Returns the UserCall of the method `operation`, whose arguments are `args`. `tensor`: what it sends. `method`:
+    the name that the user called, or "" for the same. `dim` is used if `args` contain no dim.
     """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):

@@ -58,7 +58,7 @@ _NEW_CAPSULE = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.c_char_p, c_
 
 
 def tensor_over(address: int, size_bytes: int, device: torch.device, owner: object) -> Tensor:
-    """Returns a uint8 tensor over this memory. The tensor and its views keep `owner` alive."""
+    """Returns a uint8 tensor over the memory at `address`. The tensor and its views keep `owner` alive."""
     shape = (c_int64 * 1)(size_bytes)
     managed = _DLManagedTensor(
         _DLTensor(address, _DEVICE_TYPES[device.type], device.index or 0, 1, _UNSIGNED, 8, 1, shape),

@@ -78,7 +78,7 @@ CONFIG_FIELDS: tuple[tuple[str, Any, int], ...] = (
     ("hostCftMode", c_int, 23102),
     ("nvlsHostMode", c_int, 23203),
 )
-"""Name, type, and the NCCL version that added the field. NCCL reads only the first `size` bytes."""
+"""Fields of ncclConfig_t: name, type, and the NCCL version that added it. NCCL reads only the first `size` bytes."""
 
 _COMM, _STREAM = c_void_p, c_void_p
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...], int]] = {
@@ -129,7 +129,7 @@ class NcclLibrary:
         except (OSError, AttributeError) as error:
             raise NcclUnavailableError(f"{path} can't be loaded as NCCL: {error}") from error
         self.version = number.value
-        """22809 is 2.28.9."""
+        """NCCL's version number. 22809 means 2.28.9."""
         if self.version < OLDEST:
             raise NcclUnavailableError(f"{self} is too old: {version_text(OLDEST)} or newer is needed")
         for name, (_, _, since) in _FUNCTIONS.items():

@@ -116,7 +116,7 @@ class CudaStreams:
         return current_cuda_device() == self._index
 
     def enter_relaxed(self) -> bool:
-        """Lets this thread call CUDA while another thread captures in the mode `global`, torch's default.
+        """Lets this thread call CUDA while another thread captures a CUDA graph in the mode `global`, torch's default.
 
         Also sets the thread's device. Returns False if CUDA's runtime lacks the necessary function.
         """
@@ -129,7 +129,7 @@ class CudaStreams:
 
 
 class StreamOrder:
-    """Makes each call wait for the previous call, for calls that use one buffer on different streams. In a CUDA graph
+    """Orders calls that use one buffer on different streams: each call waits for the previous call. In a CUDA graph
     capture, the program must order the calls.
     """
 

@@ -1,7 +1,6 @@
 """Finds the GPUs of a group's ranks and how these GPUs are connected. The result is the same on every rank.
 
-A driver can report peer access that loses data, so `peer.group` tests peer access. NCCL before 2.30.3 lets ranks share
-a GPU only if they appear to be on different hosts.
+NCCL before 2.30.3 lets ranks share a GPU only if they appear to be on different hosts.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class GroupTopology:
     gpus: tuple[RankGpu, ...]
     shared_gpus: tuple[tuple[int, ...], ...]
     fewest_nvlinks: int | None
-    """Between two GPUs; None if all numbers are unknown."""
+    """Smallest known number of NVLinks between two GPUs, or None."""
     nvlink_full_mesh: Vote
-    """Ranks on the same GPU count as connected."""
+    """Whether NVLink connects all ranks' GPUs. Ranks on the same GPU count as connected."""
     peer_access: Vote
 
     def sharers(self, rank: int) -> tuple[int, ...]:
@@ -63,7 +62,9 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
-    """Each rank calls this. `uuid`: from `uuid_of(device)` or from NVML."""
+    """Combines what each rank's driver reports. Every rank calls this. `topology`: of this machine. `uuid`: this rank's
+    GPU, from `uuid_of(device)` or from NVML.
+    """
     gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
     views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
     # Depends only on data of all ranks, so the result is the same on every rank.
@@ -119,12 +120,12 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """Exchanges JSON values, and returns them by rank. Every rank of the group calls this."""
+    """Returns every rank's JSON value `mine`, by rank. Every rank calls this. `operation`: name for error texts."""
     return [json.loads(each) for each in context.gather(json.dumps(mine).encode(), operation)]
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
-    """Returns the global ranks by UUID, for GPUs that ranks share. Every rank of the group calls this."""
+    """Returns the global ranks on each shared GPU, by UUID. `uuid`: this rank's GPU. Every rank calls this."""
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
         users[each].append(rank)
@@ -173,8 +174,8 @@ def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> s
 def variables_of(
     rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables for ranks that share GPUs; {} if each rank has its own. `version`: NCCL's
-    version.
+    """Returns the environment variables for rank `rank` of a host whose `ranks` ranks share `gpus` GPUs, or {} if there
+    are enough GPUs. `version`: NCCL's version.
     """
     if ranks <= gpus:
         return {}

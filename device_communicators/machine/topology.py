@@ -60,7 +60,7 @@ class Gpu:
 @dataclass(frozen=True)
 class Path:
     nvlinks: int | None
-    """Through switches, the smaller of the two GPUs' numbers of links."""
+    """Number of NVLinks between two GPUs. Through switches, the smaller of the two GPUs' numbers."""
     switched: bool = False
     pcie: str | None = None
     p2p: dict[str, str] = field(default_factory=dict)
@@ -77,9 +77,7 @@ class Path:
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Returns why NVLink can't be used, or None. Active links can be unusable, for example without the switches'
-        fabric manager.
-        """
+        """Returns why NVLink can't be used, or None."""
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
         if not self.nvlinks:
@@ -105,7 +103,7 @@ class Topology:
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> Gpu | None:
-        """The prefix GPU- is optional, because torch omits it."""
+        """Returns the GPU, or None. The prefix `GPU-` of `uuid` is optional, because torch omits it."""
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:

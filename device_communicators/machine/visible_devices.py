@@ -19,7 +19,9 @@ class Visible:
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """`gpus`: in NVML's order. An invalid entry of CUDA_VISIBLE_DEVICES ends the list."""
+    """Returns which of `gpus`, in NVML's order, a process with the variables `environ` sees. An invalid entry of
+    CUDA_VISIBLE_DEVICES ends the list.
+    """
     text = environ.get("CUDA_VISIBLE_DEVICES")
     remarks: list[str] = []
     if text is None:
