@@ -1,6 +1,6 @@
 """Runs calls over NCCL on the current stream. Calls that return a `Work` run on a side stream.
 
-8-bit floats are reduced in a wider dtype, because NCCL rounds each partial sum. 16-bit floats are reduced as they are.
+8-bit floats are reduced in a wider dtype, because NCCL rounds each partial sum.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NcclCommunicator(Communicator):
         """Creates and tests the group's NCCL communicator. If `divisible`, keeps what `divide` needs. Every rank calls
         this. Idempotent.
 
-        Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a capture.
+        Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a CUDA graph capture.
         """
         context, started = self.context, time.monotonic()
         with self._making:
@@ -314,7 +314,9 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """If the watch thread aborts the call, the context raises the failure that the thread found."""
+        """Gives the block's call on `stream` a deadline. If the watch thread aborts the call, raises the thread's
+        error.
+        """
         watch = self._watched()
         watch.begin(operation)
         try:

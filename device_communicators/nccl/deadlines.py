@@ -76,7 +76,7 @@ class Watch:
         abort: Callable[[], None] = lambda: None,
     ) -> None:
         self.failure: CommunicationError | None = None
-        """Set before the thread calls `abort`."""
+        """The failure that the thread detected, set before the thread calls `abort`."""
         self._context = context
         self._find_failure, self._abort = find_failure, abort
         self._make_marker = make_marker
@@ -97,7 +97,7 @@ class Watch:
 
     def end(self, stream: int | None) -> None:
         """Records that this thread's NCCL call returned. The deadline still applies to the work that the call enqueued
-        on `stream`.
+        on `stream`; None: none.
         """
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
@@ -107,7 +107,7 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Captured calls don't count."""
+        """Returns the streams of all calls except captured calls."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:

@@ -1,8 +1,8 @@
 """Defines `Handle`, which is one ncclComm_t with its registered windows of memory.
 
 Only *non-blocking* communicators allow a deadline and an abort during set-up. But on such a communicator, each later
-call starts a thread, which a capture doesn't allow (nccl's src/group.cc, ncclGroupEndInternal). Therefore ranks create
-a non-blocking communicator and split a blocking communicator from it.
+call starts a thread, which a CUDA graph capture forbids (nccl's src/group.cc, ncclGroupEndInternal). Therefore ranks
+create a non-blocking communicator and split a blocking communicator from it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Handle:
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
         """Creates a non-blocking communicator on the current device. All ranks must pass the same id.
 
-        Raises PeerDiedError, CollectiveTimeoutError or CommunicationError.
+        Raises CommunicationError or a subclass.
         """
         made = cls(library, context)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
@@ -100,10 +100,10 @@ class Handle:
 
     def split(self, context: GroupContext, color: int, key: int) -> Handle:
         """Splits this communicator into one blocking communicator for each color, and returns this rank's. Every rank
-        of this communicator calls `split` or `join_split`.
+        of this communicator calls `split` or `join_split`. `color` and `key` are as in MPI_Comm_split.
 
-        `context`: describes the new group. If the split fails, aborts this communicator and raises PeerDiedError,
-        CollectiveTimeoutError or CommunicationError.
+        `context`: describes the new group. If the split fails, aborts this communicator and raises CommunicationError
+        or a subclass.
         """
         made, name = Handle(self.library, context), context.name.encode()
         config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
@@ -170,7 +170,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """Any thread can call this; it never blocks."""
+        """Returns NCCL's state of the communicator, or IN_PROGRESS if another thread uses it. Never blocks."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -188,13 +188,15 @@ class Handle:
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Waits for a call in progress, and raises the error of a failed call. The caller must hold the lock."""
+        """Waits until a call of NCCL that returned `result` is complete, and raises the call's error. The caller must
+        hold the lock. `operation` is for the error.
+        """
         if result != SUCCESS:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Waits until a call on `comm` is complete, and raises the call's error. With NCCL_COMM_BLOCKING=0, calls
-        return before they are complete.
+        """Like `check`, for a call on `comm` and without the lock. With NCCL_COMM_BLOCKING=0, calls return before they
+        are complete.
         """
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
@@ -202,7 +204,7 @@ class Handle:
         self._wait(comm, deadline)
 
     def register(self, address: int, size_bytes: int) -> str | None:
-        """Registers memory. Every rank passes the same size. Returns the reason if NCCL refuses, else None.
+        """Registers memory with NCCL. Every rank passes the same size. Returns the reason if NCCL refuses, else None.
 
         If NCCL refuses on one rank, other ranks can block until their deadline.
         """
@@ -250,7 +252,7 @@ class Handle:
         end_all([self], in_order=False)
 
     def close(self) -> None:
-        """The device must have finished its calls. Idempotent."""
+        """Closes the communicator. The device must have finished its calls. Idempotent."""
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:

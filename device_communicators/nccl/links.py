@@ -126,7 +126,7 @@ class Links:
         self._lock = threading.Lock()
         self.failure: BaseException | None = None
         self.closed = False
-        """A link that is completed later is aborted immediately."""
+        """True once the group is closed. A link that is completed later is aborted immediately."""
 
     def get(self, peer: int) -> Link | None:
         return self._links.get(peer)

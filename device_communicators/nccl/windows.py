@@ -1,6 +1,6 @@
 """Allocates the tensors of `group.empty` on a GPU. NCCL's symmetric kernels read and write these tensors in place.
 
-A kernel uses the offset of its own rank's tensor for all ranks. Therefore the ranks agree on each allocation over gloo
+A kernel assumes that all ranks' tensors have the same offset. Therefore the ranks agree on each allocation over gloo
 (about 100 µs), and a tensor's memory is free once all ranks have released the tensor. If a rank can't register memory,
 all ranks use ordinary memory from then on.
 """
@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 class Ledger:
-    """Equal on all ranks, because all ranks make the same changes in the same order."""
+    """The allocated blocks of memory. Equal on all ranks, because all make the same changes in the same order."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -142,7 +142,8 @@ class Windows:
         """Returns uninitialised bytes in registered memory. If one rank can't, all ranks return None. Every rank of the
         group calls this.
 
-        `register(address, size)` registers memory and returns the reason if that fails.
+        `register(address, size)` registers memory and returns the reason if that fails. `used_streams()` returns the
+        streams whose calls may still use memory that was freed.
         """
         self._collect()
         agreed = self._exchange(size_bytes)
@@ -275,8 +276,8 @@ class Windows:
         """Frees the windows. A window with tensors in use is kept, and freed when another group closes or needs a
         window.
 
-        `deregistered` is False after an abort: aborted kernels can still use the memory, so no window is ever freed.
-        Idempotent.
+        `deregistered`: whether NCCL has deregistered the windows. After an abort it hasn't, so no window is ever freed:
+        aborted kernels can still use the memory. Idempotent.
         """
         self.problem = self.problem or "the group was closed"
         is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group

@@ -1,1 +1,1 @@
-"""Collectives by CUDA kernels on GPU memory that all ranks of a host have mapped. `csrc/` has the kernels."""
+"""Collectives by CUDA kernels on GPU memory that all ranks of a host have mapped."""

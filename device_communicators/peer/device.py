@@ -18,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Measured times are valid only for equal versions."""
+    """Returns the versions of the driver, NCCL and torch. Measured times are valid only for equal versions."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:
@@ -59,7 +59,7 @@ class PeerDevice:
         return versions()
 
     def topology(self, context: GroupContext) -> GroupTopology:
-        """Every rank of the group must call this."""
+        """Returns how the group's GPUs are connected. Every rank must call this."""
         read: list[Any] = []
         run_on_all_ranks(context, "topology", lambda: read.extend((read_topology(), uuid_of(self._device))))
         return agree_on_topology(context, *read)
@@ -72,7 +72,9 @@ class PeerDevice:
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """Starts CUDA. Every rank must call this. If CUDA fails on one rank, all ranks raise NotSharedError."""
+    """Starts CUDA and returns `device`, or a new device if None. Every rank must call this. If CUDA fails on one rank,
+    all ranks raise NotSharedError.
+    """
     found: list[PeerDevice] = [] if device is None else [device]
     run_on_all_ranks(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)
     return found[0]

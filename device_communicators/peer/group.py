@@ -54,7 +54,7 @@ _MOST_PREPARED = 4096
 _CallKey = tuple[str, str, "torch.dtype | None", int, int]
 
 _REPORT, _ABORT, _WORDS = 0, 16, 32
-"""Two indexes, on separate cache lines, and the number of words."""
+"""Indexes of the report and abort words, on separate cache lines, and the number of words."""
 _PROOF_S = 30.0
 _GOODBYE_S = 10.0
 _STEP_S = 0.0005
@@ -114,7 +114,8 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Raises for wrong results only after all test calls, because each call needs all ranks.
+        """Runs each kernel once. Raises NotSharedError for wrong results, after all calls, because each needs all
+        ranks.
 
         The timeout is shorter than the kernels' deadline: a kernel at its deadline destroys the CUDA context.
         """
@@ -206,7 +207,7 @@ class PeerGroup:
         self.memory.leak()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """After `timeout_s`, aborts the calls and returns False."""
+        """Waits until the device has finished all calls. After `timeout_s`, aborts them and returns False."""
         if self._order.last is None:
             return True
         with contextlib.suppress(RuntimeError):  # the CUDA context is lost, most likely by a kernel's trap
@@ -267,7 +268,7 @@ class PeerGroup:
     # Tensors: contiguous, on the group's device, aligned to 16 bytes. `how`: push, pull; two_shot for all_reduce.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Writes the sum of all ranks' `x` to `out`, which may be `x`."""
+        """Writes the sum of all ranks' `x` to `out`, which may be `x`, by the algorithm `how`."""
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:

@@ -1,7 +1,6 @@
 """Compiles, loads and launches the kernels of `csrc`. `Call`, the constants and the kernel names mirror `call.cuh`.
 
-`PeerKernels.load` loads all kernels at once: CUDA forbids loading during a capture. A later load could also wait for a
-kernel that waits for this rank.
+`PeerKernels.load` loads all kernels at once: CUDA forbids loading during a CUDA graph capture.
 """
 
 from __future__ import annotations
@@ -109,8 +108,8 @@ _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `limit`: the
-    minimum `resident_blocks` of all ranks.
+    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `size`: number
+    of ranks. `limit`: the minimum `resident_blocks` of all ranks.
     """
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
@@ -162,7 +161,7 @@ def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) 
 
 
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
-    """`arch`: such as "sm_90". `log` receives the assembler's report."""
+    """Returns the kernels as a cubin for `arch`, such as "sm_90". `log` receives the assembler's report."""
     nvrtc_version()  # raises a clearer error if the library is missing
     core, _ = _packages()
     try:

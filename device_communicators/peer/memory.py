@@ -25,7 +25,7 @@ from device_communicators.routing.failures import died
 _RENDEZVOUS_S = 60.0
 """If one rank fails in torch's rendezvous, the others detect the failure only by this timeout."""
 ALIGNMENT = 256
-"""Of regions' addresses, in bytes."""
+"""Alignment of regions' addresses, in bytes."""
 
 
 class NotSharedError(Exception):
@@ -84,7 +84,6 @@ class SymmetricSharing:
         return [int(address) for address in self.handle.buffer_ptrs]
 
     def _meet(self) -> Any:
-        """Runs torch's rendezvous for this memory. If another rank failed, waits until the store's timeout."""
         enter(self._context.device)
         return torch_internals.meet_over_symmetric_memory(self.tensor, self._context.cpu_group)
 
@@ -159,7 +158,7 @@ class PeerMemory:
         return f"{self.size_bytes / (1 << 20):g} MiB a rank by {self.how}"
 
     def close(self) -> None:
-        """This rank's work on the regions must be finished. Idempotent."""
+        """Closes the regions. This rank's work on them must be finished. Idempotent."""
         sharing, self._sharing = self._sharing, None
         if sharing is not None:
             sharing.close()
@@ -218,8 +217,8 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
 
 
 def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """Runs `step` on every rank and returns all results, which must be JSON data. If `step` raises on one rank, all
-    ranks raise.
+    """Runs `step` and returns all ranks' results, which must be JSON data. Every rank calls this. If `step` raises on
+    one rank, all ranks raise. `what` names the step.
     """
     outcome: dict[str, Any] = {}
     try:

@@ -48,7 +48,7 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
-    """The largest message in bytes. 0 disables the algorithm or operation."""
+    """Largest message in bytes for each algorithm and operation. 0 disables the algorithm or operation."""
 
     push: Count
     pull: Count
@@ -56,7 +56,7 @@ class Thresholds(Conditions):
     all_gather: Count
     """Largest input of one rank, in bytes."""
     all_gather_push: Count
-    """In bytes. Larger inputs use pull."""
+    """Largest input of the algorithm push, in bytes. Larger inputs use pull."""
     reduce_scatter: Count
     """Largest output of one rank, in bytes."""
     reduce_scatter_push: Count
@@ -189,9 +189,7 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why the value `auto` of `setting` means off on this rank, or None. Calls the CUDA driver only if
-    thresholds were measured for this number of ranks.
-    """
+    """Returns why the value `auto` of `setting` means off on this rank, or None."""
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
@@ -241,7 +239,7 @@ def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
     """Decides which algorithm and sizes all ranks of the group use; every rank must call this. Uses `thresholds` if
-    passed, else those of the table for this GPU.
+    passed, else those of the table for this GPU. If `is_auto`, only measured thresholds count.
     """
     tables: list[Table] = []
     facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))

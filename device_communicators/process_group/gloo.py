@@ -27,7 +27,7 @@ _LARGE_GROUP = 16
 all. In larger groups the limit is 256 bytes.
 """
 _TURNS: dict[str, threading.Lock] = {}
-"""For each process group, the lock that a collective holds."""
+"""Maps the name of a process group to the lock that a collective holds."""
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
@@ -105,7 +105,7 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Reduces this rank's slice of `flat` in rank order."""
+        """Returns this rank's slice of the ranks' `flat`, reduced in rank order. `lengths`: of each rank's slice."""
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))
         self.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)
