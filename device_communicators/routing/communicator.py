@@ -106,7 +106,7 @@ class GroupContext(GroupMember):
 
     @property
     def ranked_key(self) -> str:
-        """For ops whose compiled code depends on the rank."""
+        """Returns `key` and this rank, for ops whose compiled code depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
@@ -122,7 +122,7 @@ class GroupContext(GroupMember):
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
-        """Returns every rank's `record`. Every rank must call this."""
+        """Returns every rank's `record`. Every rank must call this with the same `operation`."""
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
             self.ranks,
@@ -136,7 +136,9 @@ class GroupContext(GroupMember):
         )
 
     def agree_on(self, method: str, problem: str) -> None:
-        """Raises UsageError on all ranks if any rank's `problem` isn't empty. Every rank calls this."""
+        """Raises UsageError on all ranks if any rank's `problem` isn't empty. Every rank calls this. `method` is the
+        name in the error.
+        """
         texts = self.gather(problem.encode(), method)
         found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
         if found:
@@ -181,7 +183,7 @@ class Communicator(ABC):
     """
 
     adds_in_tree_order: ClassVar[bool] = False
-    """True if this communicator supports sums with `order="tree"`. Otherwise it gets no such requests."""
+    """True if this communicator supports sums with `order="tree"`."""
     tells_sending: ClassVar[bool] = False
     """True if this communicator calls `begin_sending` before it sends. Earlier failures leave the group usable."""
 
@@ -333,7 +335,7 @@ class Communicator(ABC):
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """`operation`: send, recv or broadcast_."""
+        """Runs `operation` (send, recv or broadcast_) with the rank `peer` for each tensor."""
         for each in tensors:
             getattr(self, operation)(each, peer)
 

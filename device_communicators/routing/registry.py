@@ -24,12 +24,12 @@ _T = TypeVar("_T")
 
 _ROUTES: weakref.WeakValueDictionary[str, Route] = weakref.WeakValueDictionary()
 _KNOWN_NAMES: dict[str, str] = {}
-"""Key -> name. Includes destroyed groups."""
+"""Maps each group's key to its name. Includes destroyed groups."""
 _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Omits closed and simulated groups, and groups of one rank."""
+    """Returns the routes of all groups except closed and simulated groups, and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
@@ -119,7 +119,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """The caller must keep the route alive."""
+    """Makes `find_route` find the route, and ops use it. The caller must keep the route alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)

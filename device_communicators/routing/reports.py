@@ -76,8 +76,8 @@ def _peers_to_ask(context: GroupContext) -> list[int]:
 
 
 def add_calls(context: GroupContext, operation: Operation | None, failure: CommunicationError) -> None:
-    """Adds to the text of `failure` what other ranks are doing. Asks at most MOST_ASKED ranks, first the suspects of
-    `failure`. `operation` is the call that failed, if known.
+    """Adds to the text of `failure` what other ranks are doing. Asks at most MOST_ASKED ranks, beginning with
+    `failure.suspect_ranks`. `operation`: the failed operation, or None if unknown.
     """
     suspects = [rank for rank in failure.suspect_ranks if rank >= 0]
     ranks = [*suspects, *(rank for rank in context.ranks if rank not in suspects)]
@@ -221,7 +221,7 @@ def _mismatch(
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
     """Raises CollectiveMismatchError on every rank if the ranks' calls differ. In debug mode every rank calls this
-    before each collective.
+    before each collective. `sequence`: the call's number. `site`: the calling line, for the error.
     """
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}

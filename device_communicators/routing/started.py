@@ -65,7 +65,7 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Unlike `is_completed`, starts no thread."""
+        """Returns whether the operation has ended. Unlike `is_completed`, starts no thread."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 

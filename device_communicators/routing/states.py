@@ -15,7 +15,7 @@ from device_communicators.routing.communicator import GroupContext
 MOST_ASKED = 16
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
 STARTED = ("isend", "irecv_", "iall_reduce_", "iall_gather", "ireduce_scatter", "ibroadcast_")
-"""A record of these without an end doesn't mean a failure."""
+"""Operations that return before they complete. A record without an end then doesn't mean a failure."""
 _TRANSFERS = {
     "irecv_": "irecv",
     "send_message": "send_tensor_dict",
@@ -123,12 +123,12 @@ def describe_states(states: dict[int, State], context: GroupContext) -> list[str
 
 
 def pack_answer(value: Any) -> bytes:
-    """Compressed, because replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
+    """Returns compressed JSON: replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
     return zlib.compress(json.dumps(value).encode())
 
 
 def unpack_answer(packed: bytes) -> Any:
-    """Raises ValueError for other bytes than those of `pack_answer`."""
+    """Returns the value that `pack_answer` packed. Raises ValueError for other bytes."""
     try:
         return json.loads(zlib.decompress(packed))
     except zlib.error as error:

@@ -1,8 +1,8 @@
 """Asks other ranks which call they are in and which line their program runs, and answers such questions. Errors and the
 log show the answers.
 
-Answers are sent by the control plane's callback thread. A failed rank includes its own state in its question, because
-it can exit before it is asked. If a process is stopped, ranks that can watch its PID answer instead.
+A failed rank includes its own state in its question, because it can exit before it is asked. If a process is stopped,
+ranks that can watch its PID answer instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Status:
         """Start and length of the last wait that was logged."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
-        """None once start-up is complete."""
+        """What this rank waits for at start-up; None once start-up is complete."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
@@ -238,8 +238,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks outside `asked` that can watch ranks in `asked`. Ranks that this rank, or another in `asked`,
-        can watch need no helper.
+        """Returns ranks outside `asked` that can watch processes of ranks in `asked`. Processes that this rank, or
+        another in `asked`, can watch need no helper.
         """
         helpers: list[int] = []
         for rank in asked:
@@ -256,7 +256,9 @@ class Status:
         return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
 
     def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
-        """Sends this rank's report to `ranks` and returns their reports that arrive within 0.6 s."""
+        """Sends `own`, this rank's report about the failed group `key`, to `ranks`. Returns their reports that arrive
+        within 0.6 s.
+        """
         until = time.monotonic() + _REPORTS_S
         with self._changed:
             reports = self._of(key).reports

@@ -44,7 +44,7 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """The thread keeps the process group alive, because freeing it now would block."""
+        """Waits for the work in a thread, which keeps the process group alive, because freeing it now would block."""
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
