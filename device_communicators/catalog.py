@@ -1,7 +1,7 @@
 """The table of communicators, best first. A group uses the communicators that all its ranks can use (its *route*). If
 ranks chose different communicators, calls would hang.
 
-Only this module names concrete communicators. It imports GPU modules inside functions.
+Only this module names concrete communicators.
 """
 
 from __future__ import annotations

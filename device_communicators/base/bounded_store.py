@@ -1,4 +1,4 @@
-"""Adds deadlines to operations on a torch store. Only this file calls methods of torch's stores.
+"""Adds deadlines to operations on a torch store.
 
 torch's TCPStore client has no deadline, and holds a lock while it waits: on a dead link it waits 16 minutes. Therefore
 a helper thread runs each operation, and the caller abandons that thread at the deadline.
@@ -21,7 +21,7 @@ from device_communicators.base.helper_threads import Call
 
 OPERATION_S = 5.0
 LAST_WORD_S = 0.5
-"""Time after a call's deadline to publish the failure through the store."""
+"""Time that a call has after its deadline to publish its failure through the store."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LONGEST_TIMEOUT_S = 86_400.0
 

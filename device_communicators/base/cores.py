@@ -19,9 +19,9 @@ UNKNOWN = -1
 class Core(NamedTuple):
     number: int
     physical: int
-    """Lowest number among the hardware threads of the same physical core."""
+    """Identifies the physical core by the lowest number of its hardware threads."""
     cache: int
-    """Lowest number among the cores that share the last-level cache; -1 if unknown."""
+    """Identifies the last-level cache by the lowest number of its cores; -1 if unknown."""
     node: int
 
 
@@ -173,8 +173,7 @@ def ranks_per_area(areas: Sequence[Area], by: str) -> int:
     `areas` has one entry for each rank. `by` is "nodes", "caches" (nodes, or caches if there is only one node) or
     "off".
 
-    Each area must contain the same number of consecutive ranks, at least two, because reductions first sum within each
-    area.
+    Each area must contain the same number of consecutive ranks, at least two.
     """
     if by == "off":
         return 0

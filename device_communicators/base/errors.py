@@ -45,7 +45,7 @@ class InvalidArgumentError(UsageError, ValueError):
 
 
 class LayoutError(UsageError, ValueError):
-    """Sizes or an order of axes don't fit the world."""
+    """The sizes or the order of a layout's axes are invalid for the world."""
 
 
 class SettingError(UsageError, ValueError):

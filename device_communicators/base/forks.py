@@ -23,7 +23,7 @@ _PROCESS = _Process()
 
 def watch(leave: Callable[[], bool]) -> None:
     """Registers `leave`, which each forked child calls at its start. If `leave` returns True, calls that communicate
-    raise ForkedError in the child. Later calls of `watch` do nothing.
+    raise ForkedError in the child.
     """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave

@@ -1,7 +1,4 @@
-"""Ends commands on Ctrl-C or SIGTERM with one line on stderr and an exit code.
-
-Importing this module doesn't import torch, because a signal can arrive during that import.
-"""
+"""Ends commands on Ctrl-C or SIGTERM with one line on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -23,11 +20,7 @@ def report_end(program: str, error: KeyboardInterrupt) -> int:
 
 
 def run_interruptible(program: str, command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code. If Ctrl-C or SIGTERM ends `command`, returns the result of
-    `report_end`.
-
-    SIGTERM raises Terminated in `command`, as Ctrl-C raises KeyboardInterrupt.
-    """
+    """Runs `command` and returns its exit code, or the result of `report_end` if Ctrl-C or SIGTERM ends `command`."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return command()

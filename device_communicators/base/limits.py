@@ -81,8 +81,8 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Raises ResourceLimitError if `count` descriptors can't be opened. `doing`: what needs them, for the text. Call
-    this before gloo connects: gloo ends the process if it can't accept a connection.
+    """Raises ResourceLimitError if `count` descriptors can't be opened for `doing`. Call this before gloo connects:
+    gloo ends the process if it can't accept a connection.
     """
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -166,9 +166,7 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns True if a sandbox makes clone3 fail with EPERM. glibc then can't create threads, because it falls back to
-    clone only after ENOSYS.
-    """
+    """Returns True if a sandbox makes clone3 fail with EPERM. glibc then can't create threads."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

@@ -34,9 +34,7 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Makes the public classes of `names` whose modules are loaded report the package `root` as their `__module__`.
-    Resolves their annotations first, because `typing.get_type_hints` looks up names in `__module__`.
-    """
+    """Makes the public classes of `names` whose modules are loaded report the package `root` as their `__module__`."""
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
             if isinstance(public, type) and public.__module__ != root:

@@ -1,6 +1,4 @@
-"""Wraps private names of torch; only this file uses them. tests/unit/test_private_names.py has the versions of torch
-that each name was seen in.
-"""
+"""Wraps private names of torch; only this file uses them."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def default_store() -> BoundedStore:
 
 
 def is_fake(group: Any = None) -> bool:
-    """Returns whether the backend is torch's "fake". A fake group has no peers: a wait for a peer's key in the store
-    ends only if the program sets the key.
-    """
+    """Returns whether the backend of `group`, or of the default group, is torch's "fake", which has no peers."""
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
@@ -177,8 +173,7 @@ def new_group_of_members(
     """Creates a process group; only `ranks` (global, ascending) call this. `name` must be unique in the store.
 
     Replaces `new_group(use_local_synchronization=True)`. Before torch 2.15, that function puts a hash of the process's
-    number of groups into the name: members with different numbers never connect, and a group that is created again
-    reads old addresses.
+    number of groups into the name, so members with different numbers never connect.
     """
     rank = dist.get_rank()
     with _without_split():
@@ -220,10 +215,8 @@ def is_registered(group: Any) -> bool:
 
 
 def name_ranks(group: Any) -> None:
-    """Sets the list of ranks in the options of the NCCL group `group`. Call this before the default group is split.
-
-    torch sets these ranks only for a process's first NCCL group. For a later group, a split reads past the end of an
-    empty list and crashes (pytorch #192109; seen with 2.11). This function wasn't tested on a GPU.
+    """Sets the list of ranks in the options of the NCCL group `group`, as torch does only for a process's first NCCL
+    group. Without this list, a split of the group crashes (pytorch #192109; seen with 2.11). Not tested on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -432,8 +425,7 @@ def order_in_graph(
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Traces `op`. If `op` has an argument `token`, a tensor that such ops write to keep their order in the graph,
-    replaces it by the graph's own copy. Writing to the caller's token would mutate the graph's input, or a constant of
-    an exported program.
+    replaces it by the graph's own copy. Writing to the caller's token would mutate the graph's input.
 
     Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
     relative to its own collectives.
@@ -457,8 +449,8 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the recompute policy from the token's graph node, so that torch's partitioner decides whether to save the
-    token. Otherwise the backward would recompute ops whose only input is the token.
+    """Removes the recompute policy from the token's graph node. Otherwise the backward would recompute ops whose only
+    input is the token.
     """
     proxies = get_proxy_mode()
     if proxies is not None:
@@ -478,8 +470,8 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the graph's copy of `token`. The first call for each device and tracer creates it and stores it in
-    `mode`.
+    """Returns the graph's copy of `token`, the tensor that orders ops. The first call for each device and tracer
+    creates the copy and stores it in `mode`.
     """
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
@@ -504,8 +496,8 @@ def in_forward_mode() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `apply` for the innermost torch.func transform only. The dispatcher then handles the outer transforms.
-    Otherwise torch would reject functions that have no vmap rule.
+    """Calls `apply` for the innermost torch.func transform only. Otherwise torch would reject functions that have no
+    vmap rule.
     """
     from torch._functorch.utils import enable_single_level_autograd_function
 

@@ -95,7 +95,7 @@ class UserCall(NamedTuple):
     reduce_op: str | None = None
     dim: int = -1
     root: int = -1
-    """`src` or `dst`; -1 for none."""
+    """The rank `src` or `dst`; -1 for none."""
     sizes: tuple[int, ...] = ()
 
     @property
@@ -227,8 +227,8 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the UserCall of the method `operation`, whose arguments are `args`. `tensor`: what it sends. `method`:
-    the name that the user called, or "" for the same. `dim` is used if `args` contain no dim.
+    """Returns the UserCall of the method `operation`, whose arguments are `args`. `tensor`: its input. `method`: the
+    name that the user called, or "" for the same. `dim` is used if `args` contain no dim.
     """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
@@ -359,7 +359,7 @@ def transfer_method() -> str:
 
 
 def begin_sending() -> None:
-    """Marks that this thread's call has begun to send. A failure now fails the group."""
+    """Marks that this thread's call has begun to send. A failure now makes the group unusable."""
     _THREAD.has_sent = True
 
 
@@ -368,5 +368,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """Marks that this thread's call has sent nothing. Until `begin_sending`, a failure doesn't fail the group."""
+    """Marks that this thread's call has sent nothing. Until `begin_sending`, a failure leaves the group usable."""
     _THREAD.has_sent = False

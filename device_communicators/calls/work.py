@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 
 class Work(Protocol):
-    """An operation in progress."""
-
     def wait(self) -> Any: ...
 
     def is_completed(self) -> bool: ...

@@ -17,7 +17,7 @@ _RELAXED = 2
 
 
 class StreamWork:
-    """`wait` makes the current stream wait; the host never waits."""
+    """Work on a CUDA stream. `wait` makes the current stream wait for it; the host never waits."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event

@@ -27,7 +27,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """Verdict on a property of the group, equal on all ranks."""
+    """Whether the group has a property, and the reason. Equal on all ranks."""
 
     holds: bool
     reason: str

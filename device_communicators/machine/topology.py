@@ -95,7 +95,7 @@ class Path:
 class Topology:
     gpus: tuple[Gpu, ...] = ()
     paths: dict[tuple[int, int], Path] = field(default_factory=dict)
-    """By the GPUs' indices. Contains both (a, b) and (b, a)."""
+    """Paths between two GPUs, by the GPUs' indices. Contains both (a, b) and (b, a)."""
     driver_version: str | None = None
     cuda_version: str | None = None
     problem: str | None = None

@@ -450,7 +450,7 @@ class NcclCommunicator(Communicator):
         self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        """Enqueues all transfers in one launch, so that no transfer waits for another."""
+        """Enqueues all transfers, pairs of tensor and peer, in one launch, so that none waits for another."""
         rank = self.context.rank
         own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]

@@ -96,9 +96,7 @@ class Watch:
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """Records that this thread's NCCL call returned. The deadline still applies to the work that the call enqueued
-        on `stream`; None: none.
-        """
+        """Records that this thread's NCCL call returned. The deadline still applies to its work on `stream`, if any."""
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
             calls = self._streams.get(stream)
@@ -107,7 +105,7 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the streams of all calls except captured calls."""
+        """Returns the streams on which calls ran, except captured calls."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:

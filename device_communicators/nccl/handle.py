@@ -87,7 +87,7 @@ class Handle:
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
         """Creates a non-blocking communicator on the current device. All ranks must pass the same id.
 
-        Raises CommunicationError or a subclass.
+        Raises CommunicationError.
         """
         made = cls(library, context)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
@@ -102,8 +102,7 @@ class Handle:
         """Splits this communicator into one blocking communicator for each color, and returns this rank's. Every rank
         of this communicator calls `split` or `join_split`. `color` and `key` are as in MPI_Comm_split.
 
-        `context`: describes the new group. If the split fails, aborts this communicator and raises CommunicationError
-        or a subclass.
+        `context`: describes the new group. If the split fails, aborts this communicator and raises CommunicationError.
         """
         made, name = Handle(self.library, context), context.name.encode()
         config = self.library.config(blocking=1, splitShare=0, commName=name, **context.nccl_config)
@@ -170,7 +169,7 @@ class Handle:
         return state.value if result == SUCCESS else result
 
     def state(self) -> int:
-        """Returns NCCL's state of the communicator, or IN_PROGRESS if another thread uses it. Never blocks."""
+        """Returns the communicator's ncclResult_t, or IN_PROGRESS if another thread uses it. Never blocks."""
         if not self.lock.acquire(blocking=False):
             return IN_PROGRESS
         try:
@@ -189,14 +188,14 @@ class Handle:
 
     def check(self, operation: str, result: int) -> None:
         """Waits until a call of NCCL that returned `result` is complete, and raises the call's error. The caller must
-        hold the lock. `operation` is for the error.
+        hold the lock.
         """
         if result != SUCCESS:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Like `check`, for a call on `comm` and without the lock. With NCCL_COMM_BLOCKING=0, calls return before they
-        are complete.
+        """Waits until a call on `comm` that returned `result` is complete, and raises the call's error. With
+        NCCL_COMM_BLOCKING=0, calls return before they are complete.
         """
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):

@@ -52,7 +52,7 @@ class Ledger:
         self.sizes: list[int] = []
         self.blocks: dict[int, Block] = {}
         self.digest = 0
-        """Checksum of all changes. Differs at the next allocation if a rank missed a change."""
+        """Checksum of all changes. Ranks compare it at each allocation, in case a rank missed a change."""
 
     def take(self, size_bytes: int) -> int | None:
         number = next((each for each in range(MOST_BLOCKS) if each not in self.blocks), None)

@@ -131,9 +131,7 @@ class PeerMemoryCommunicator(PartialCommunicator):
         return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if this call uses the fused kernel. If a setting fixes the algorithm, calls of all sizes do,
-        because separate kernels round differently.
-        """
+        """Returns True if this call uses the fused kernel."""
         admission = self.group.admission
         is_small = admission.pinned is not None or x.nbytes <= admission.thresholds.fused
         return is_small and self.group.has_norm(x, residual, weight)

@@ -1,4 +1,4 @@
-"""Decides up to which message size a group uses the kernels of this package, by tables of measurements."""
+"""Decides up to which message size a group uses kernels in peer memory, by tables of measurements."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why the value `auto` of `setting` means off on this rank, or None."""
+    """Returns the reason why `setting`, which is `auto`, disables its communicator on this rank, or None."""
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:
@@ -200,7 +200,7 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
     """Returns the measured thresholds for the group's hardware and software, or the reason why there are none. The
-    reason names `setting`. Every rank must call this. The result is equal on all ranks.
+    reason names `setting`. Every rank must call this.
     """
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")

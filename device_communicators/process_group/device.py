@@ -1,6 +1,6 @@
 """Runs calls over the torch process group of a device other than the CPU, and over torch's `fake` backend.
 
-Ranks compare their calls in debug mode only, because a comparison would need a copy to the host.
+Ranks compare their calls in debug mode only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Runs calls on CPU tensors over gloo, if no better communicator supports them, such as when a rank lacks the native
-library.
+"""Runs calls on CPU tensors over gloo, if no better communicator supports them.
 
 gloo doesn't check that ranks are in the same call. Ranks compare their calls in debug mode only.
 """

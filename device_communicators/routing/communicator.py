@@ -1,4 +1,4 @@
-"""The interface of a communicator, which moves the bytes of one group in one way, such as over gloo or NCCL.
+"""The interface of communicators, each of which moves a group's bytes in one way, such as over NCCL.
 
 A subclass implements the `flat_*` operations: their tensors are contiguous, and the ranks' blocks lie along dim 0. The
 other operations are inherited; they accept any strides and return new contiguous tensors. Rank arguments are ranks in
@@ -136,9 +136,7 @@ class GroupContext(GroupMember):
         )
 
     def agree_on(self, method: str, problem: str) -> None:
-        """Raises UsageError on all ranks if any rank's `problem` isn't empty. Every rank calls this. `method` is the
-        name in the error.
-        """
+        """Raises UsageError on all ranks if any rank's `problem` isn't empty. Every rank calls this."""
         texts = self.gather(problem.encode(), method)
         found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
         if found:

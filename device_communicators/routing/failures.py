@@ -127,9 +127,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Sets the world's dead ranks as the suspects of `failure`, and names them in the text. A living suspect usually
-    left because these ranks died.
-    """
+    """Sets the world's dead ranks as the suspects of `failure`, and names them in the text."""
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)

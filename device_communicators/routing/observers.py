@@ -35,7 +35,7 @@ class OperationEvent:
     dtype: str
     shape: tuple[int, ...]
     peer: int
-    """Global rank; -1 for a collective."""
+    """Global rank of the peer; -1 for a collective."""
     started_s: float
     """Start, by this host's monotonic clock."""
     ended_s: float

@@ -135,9 +135,7 @@ def register_route(route: Route) -> None:
 
 
 def unique_name(stem: str) -> str:
-    """Returns a new name for a group: for the stem `tp` first `tp:0`, then `tp:1`. Names aren't reused, because a
-    destroyed group's name could then find another group.
-    """
+    """Returns a new name for a group: for the stem `tp` first `tp:0`, then `tp:1`. Names aren't reused."""
     index = _NEXT_INDEX.get(stem, 0)
     _NEXT_INDEX[stem] = index + 1
     return f"{stem}:{index}"

@@ -39,7 +39,7 @@ class Report:
     timed_out: bool = field(default=False, compare=False)
     """True if the call timed out. A rank without a report can then be slow instead of dead."""
     before: str = field(default="", compare=False)
-    """The last completed call, or empty if unknown."""
+    """The group's previous call; empty if unknown."""
 
 
 def explained(

@@ -81,7 +81,7 @@ class Traffic:
 
 class _CallScope:
     """Makes other threads' collectives raise UsageError during a collective, because ranks can't agree on an order of
-    threads. `has_steps`: the collective makes other collectives. 3 µs faster than a generator's context manager.
+    threads. `has_steps`: the collective makes other collectives.
     """
 
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
@@ -293,7 +293,7 @@ class Route:
         dim: int = -1,
     ) -> Handle:
         """Starts an operation and returns its handle. `part_of`, `method`: see `run`. If `part_of` is given, the caller
-        must count the call. `dim`: the user's, to compare calls.
+        must count the call. `dim`: the call's dim, if `args` contain none.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -559,9 +559,7 @@ class Route:
             observers.notify_failure(self.context, failure)
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates the connections that the first call needs and, if `divisible`, those that `divide` needs. Every rank
-        calls this.
-        """
+        """Creates the connections that calls and, if `divisible`, `divide` need. Every rank calls this."""
         self.check_usable()
         for communicator in self._carriers_of_the_device():
             communicator.set_up(divisible=divisible)
@@ -615,7 +613,7 @@ class Route:
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
         """Returns a context in which a CUDA graph can capture calls, including transfers with `peers`. Every rank calls
-        this; each peer must name this rank.
+        this; each peer must pass this rank.
         """
         self.check_usable()
         self._was_captured = True

@@ -65,7 +65,7 @@ def group_key(context: GroupContext) -> str:
 
 class State(NamedTuple):
     key: str = ""
-    """The `group_key`; empty outside of calls."""
+    """The `group_key` of the call's group; empty outside of calls."""
     group: str = ""
     call: str = ""
     place: str = ""

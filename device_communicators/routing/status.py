@@ -64,7 +64,7 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """Implemented by `Route` and by groups of the torch.distributed backend."""
+    """A group's calls. Implemented by `Route` and by groups of the torch.distributed backend."""
 
     @property
     def context(self) -> GroupContext: ...
@@ -210,7 +210,9 @@ class Status:
     def _ask_states(
         self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
     ) -> None:
-        """Passes states that arrive within 0.3 s to `take`. This thread or the control plane's thread calls `take`."""
+        """Like `ask_states`, but returns at once. This thread or the control plane's thread passes the states to
+        `take`.
+        """
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
@@ -238,8 +240,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks outside `asked` that can watch processes of ranks in `asked`. Processes that this rank, or
-        another in `asked`, can watch need no helper.
+        """Returns ranks outside `asked` that can watch processes of `asked` that neither this rank nor others in
+        `asked` can.
         """
         helpers: list[int] = []
         for rank in asked:
