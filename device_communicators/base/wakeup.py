@@ -20,7 +20,7 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """Mirrors the struct in cpu/csrc/signals.h."""
+    """The pipe that C++ waits poll. Mirrors the struct in cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int

@@ -110,7 +110,7 @@ class Handle:
         return made
 
     def join_split(self) -> None:
-        """Takes part in `split` without getting a new communicator."""
+        """Takes part in the other ranks' `split` without getting a new communicator."""
         self._divide(Handle(self.library, self.context), NO_COLOR, 0, self.library.config())
 
     def _divide(self, made: Handle, color: int, key: int, config: ctypes.Structure) -> None:

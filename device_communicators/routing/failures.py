@@ -115,7 +115,7 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns an error that names all dead ranks, or `failure` if `failure` already names them."""
+    """Returns an error that names all dead ranks, or `failure` if it already names them or no rank died."""
     watcher = context.watcher
     if watcher is None:
         return failure

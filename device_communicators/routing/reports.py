@@ -27,7 +27,7 @@ from device_communicators.routing.failures import died, gave_up
 from device_communicators.routing.states import MOST_ASKED, State, describe_states, group_key, state_at
 
 _MOST_REPORTS = 64
-"""Groups with more peers exchange reports only with the next 32 and the previous 32 ranks."""
+"""If a group has more peers, a rank exchanges reports only with the next 32 and the previous 32 ranks."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Waits for torch.distributed until a deadline, or until a rank dies on which the group depends.
+"""Waits for torch.distributed until a deadline or the death of a rank that the group needs.
 
 gloo reports an exit only to direct neighbours. Therefore waits are split into slices, and deaths are polled in between.
 Waits for gloo transfers and reduce_scatter can't be split, so a thread runs them.
