@@ -13,7 +13,7 @@ __all__ = ["LaunchConfig", "launch"]
 
 
 class _CallablePackage(ModuleType):
-    """Makes the package itself callable, because a function named `launch` would hide the package."""
+    """Makes the package `parallel_state.launch` callable. A function of the same name would hide it."""
 
     __call__ = staticmethod(launch)
 

@@ -55,7 +55,7 @@ class Inheritance:
 
 
 def blocked_signals(pid: int) -> int:
-    """Returns a bit mask; bit 0 is SIGHUP. Returns 0 if unknown."""
+    """Returns the signals that process `pid` blocks, as a bit mask whose bit 0 is SIGHUP; 0 if unknown."""
     return int(_status(pid, "SigBlk") or "0", 16)
 
 

@@ -45,14 +45,14 @@ def launch(
     config: LaunchConfig | None = None,
     **options: Unpack[LaunchOptions],
 ) -> list[R]:
-    """Calls `fn(*args, **kwargs)` in `nproc` processes, and returns their results in rank order.
+    """Calls `fn(*args, **kwargs)` in `nproc` processes (workers), and returns their results in rank order.
 
     `options` are fields of `LaunchConfig` and override those of `config`. Workers get torchrun's variables (RANK, …). A
-    worker calls `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
+    worker calls the option `setup`, creates groups if sizes are given, calls `fn`, and destroys the groups.
 
     `fn`, arguments and results are pickled, so `fn` must be importable. A world of one rank without a `timeout` runs in
-    this process. A fork server imports torch once for all workers. Use `start_method="spawn"` for environment variables
-    that must be set before a library is imported.
+    this process. By default, a server that has imported torch forks the workers. Use `start_method="spawn"` for
+    environment variables that must be set before a library is imported.
 
     Raises LaunchError with the rank, exit code or signal, and traceback of the earliest failure. After the `timeout`,
     the error has the stacks of up to 8 ranks. All workers have exited when an error is raised. Also raises
@@ -142,7 +142,7 @@ def _variables(config: LaunchConfig, local_rank: int) -> dict[str, str]:
 
 
 def _core_lists(nproc: int) -> str:
-    """Called in the launcher, because the fork server can be bound to other cores."""
+    """Returns the launcher's cores as `nproc` lists joined by `|`. The fork server can be bound to other cores."""
     return "|".join(map(cores.spans, cores.shares(cores.read_cores(cores.usable_cores()), nproc)))
 
 

@@ -34,7 +34,7 @@ _START_DESCRIPTORS = 8
 _SERVER_END_S = 2.0  # a killed fork server has exited by then
 _CUT_S = 1.0
 _AT_INIT = ("parallel_state.launch.worker", "parallel_state.groups.world")
-"""Modules that the fork server imports in advance."""
+"""Modules that the fork server imports before it forks ranks."""
 _HINT = (
     "its error is on stderr: most often the main module can't be imported, or calls launch outside of "
     "`if __name__ == '__main__':`"
@@ -106,7 +106,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks have exited when the `with` block ends."""
+    """The processes of a launch on this host. All have exited when the `with` block ends."""
 
     def __init__(
         self, content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
@@ -156,14 +156,17 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if few descriptors are free. Otherwise the fork server would exit with a traceback."""
+        """Raises OSError if too few file descriptors are free; the fork server would exit with a traceback."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """After a first failure, waits at most 0.3 s for the other ranks (after Ctrl-C 0.8 s)."""
+        """Waits for all ranks until the launch's deadline.
+
+        After a first failure, waits at most 0.3 s longer (after Ctrl-C 0.8 s).
+        """
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
             now = time.monotonic()
@@ -180,7 +183,7 @@ class Ranks:
         return [rank for rank in self.ranks if rank.ended is None]
 
     def close(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Stops the ranks by this signal, and after the launch's grace period by SIGKILL."""
+        """Sends the signal `number` to the ranks, and after the launch's grace period SIGKILL."""
         try:
             if number == signal.SIGINT:
                 self._all_exit_within(_INTERRUPT_S)  # a terminal sends Ctrl-C to all; a second one interrupts cleanup
@@ -205,8 +208,8 @@ class Ranks:
             connection.wait([rank.process.sentinel for rank in alive], min(_POLL_S, left))
 
     def release(self) -> None:
-        """Closes this process's handles and files of the ranks, and the pipe `leash`. When the pipe closes, the kernel
-        kills ranks that still run (see worker.py).
+        """Closes this process's handles and report files of the ranks, and the pipe `leash`. When the pipe closes, the
+        kernel kills ranks that still run (see worker.py).
         """
         if not self._all_started:  # after a failed start only the kernel knows the processes
             self._leash_end.close()
@@ -232,8 +235,7 @@ class _SignalReceived(Exception):
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """Raises an exception for a signal that would end the launcher, so that the ranks are stopped first.
-
+    """Within the block, a signal that would end the launcher raises an exception, so that the ranks are stopped first.
     After the block, the signal ends the launcher.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -284,9 +286,9 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """Returns True if process `pid` exits soon.
+    """Returns True if the child process `pid` exits within 2 s.
 
-    Waits briefly, because the kernel closes a child's sockets before it reports the exit.
+    The kernel closes a child's sockets before it reports the exit.
     """
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -297,7 +299,7 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the program's own fork server can't detect exits, because it blocks SIGCHLD."""
+    """Returns False if the program itself started the fork server, with SIGCHLD blocked: it can't detect exits then."""
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):
@@ -306,7 +308,7 @@ def _detects_exits() -> bool:
 
 
 def start_fork_server() -> None:
-    """Starts the fork server, which imports torch and this library first.
+    """Starts multiprocessing's fork server, which first imports torch and this library.
 
     Does nothing if the program has set its own preload list.
     """

@@ -49,7 +49,10 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the environment variables by which ranks find the job's store, which the first node serves."""
+    """Yields the environment variables by which ranks find the job's store, which the first node serves in this block.
+
+    `secret` and `library` are from `secret_and_library`. `deadline` is the launch's, in monotonic time.
+    """
     if not config.hosts_store:
         yield {AGENT_STORE: "False"}
         return
@@ -83,7 +86,7 @@ def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: f
 def secret_and_library(config: LaunchConfig) -> tuple[bytes, Any]:
     """Returns the job's secret and the compiled library, which is compiled if needed.
 
-    Returns b"" and None if the ranks don't use a store with a secret.
+    Returns b"" and None if the job's store has no secret.
     """
     if not config.hosts_store:
         return b"", None
@@ -116,7 +119,10 @@ def _open_world(library: Any, address: str, port: int, secret: bytes) -> World:
 
 
 def read_secret(path: str) -> bytes:
-    """Returns a digest of the file `path`. Raises InvalidArgumentError if other users can access the file."""
+    """Returns the SHA-256 digest of the job's secret, the content of file `path`.
+
+    Raises InvalidArgumentError if other users can access the file.
+    """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
@@ -169,8 +175,8 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports that this node's ranks are done. The node that serves the store waits until the ranks of all nodes are
-    done.
+    """Reports to the store that this node's ranks are done. The node that serves the store then waits for the ranks of
+    all nodes, until `deadline` at most.
     """
     done, world = 0, config.world_size or 1
     try:

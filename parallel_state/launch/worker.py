@@ -1,7 +1,7 @@
 """The code that runs in each process of `launch` (a worker), and the worker's reports to the launcher.
 
-The kernel kills a worker when the parent process (perhaps the fork server) exits, or when the launcher's end of the
-pipe `leash` closes. Reports are in unnamed files, so that a worker never blocks on a reader.
+The kernel kills a worker when its parent (the launcher or the fork server) exits, or when the launcher's end of the
+pipe `leash` closes. Workers write reports to unnamed files, so that they never block on a reader.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """If `kind` is "result", the function's result follows."""
+    """A worker's state, written to a file for the launcher. If `kind` is "result", the function's result follows."""
 
     kind: Literal["running", "result", "error", "interrupted"]
     time: float = 0.0  # monotonic, one clock for all processes of a host
@@ -240,7 +240,7 @@ def _take_secret(secret: bytes) -> None:
 
 def _die_with_launcher(leash: int, name: str) -> None:
     """Names this process `name`. Makes the kernel kill it when the launcher exits, even while a thread holds the GIL.
-    `leash`: a pipe whose other end only the launcher has.
+    `leash`: descriptor of a pipe whose other end only the launcher has.
     """
     multiprocessing.current_process().name = name
     name_this_thread(name)
