@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """Lists the all-reduces of one or more graphs: the fused ones, and the others with the reason."""
+    """Describes the all-reduces of graphs: `fused` lists the fused ones, `kept` the others with the reason."""
 
     fused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -58,7 +58,7 @@ class FusionReport:
 
 
 def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
-    """Replaces each all-reduce that an RMS norm follows by one fused op, in AOTAutograd's functional graph. Idempotent.
+    """In AOTAutograd's functional graph, replaces each all-reduce and the RMS norm that follows by one op. Idempotent.
 
     The caller must recompile the graph's module.
     """
@@ -77,7 +77,7 @@ def fuse_all_reduce_rms_norm(graph: Graph) -> FusionReport:
 
 
 class AllReduceFusionPass:
-    """A pass for inductor's config. `report` lists the all-reduces of all graphs compiled so far."""
+    """A graph pass for inductor. `report` lists the all-reduces of all graphs compiled so far."""
 
     def __init__(self) -> None:
         register_graph_pass(type(self))
@@ -89,7 +89,7 @@ class AllReduceFusionPass:
         self.report.kept += report.kept
 
     def uuid(self) -> str:
-        """Returns a hash of this code, for inductor's cache key."""
+        """Returns a hash of the pass's source code, which inductor adds to its cache key."""
         sources = (Path(__file__), Path(fuse_match.__file__), Path(ops.__file__))
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
@@ -99,8 +99,8 @@ class AllReduceFusionPass:
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Moves the computation of the fused op's inputs before the all-reduce. If that is impossible, raises NoMatch and
-    moves nothing.
+    """Moves the nodes that compute the fused op's other inputs before the all-reduce. If that is impossible, raises
+    NoMatch and moves nothing.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)

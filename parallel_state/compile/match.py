@@ -1,11 +1,12 @@
-"""Finds all-reduces that one op can fuse with an add, an RMS norm and possibly a quantization.
+"""Finds all-reduces that can be fused with an addition, an RMS norm and possibly a quantization into one op.
 
-In the graph, the all-reduce is an `auto_functionalized_v2` node, because the op writes to a token that orders calls.
+In the graph, the all-reduce is an `auto_functionalized_v2` node, because the op writes to a tensor (the token) that
+keeps calls in order.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
 
-Instead of these nodes, the norm can be one node of aten.
+The norm can also be a single node of aten.
 """
 
 from __future__ import annotations
@@ -29,16 +30,20 @@ _TOKEN = {"_token_base_index", "_all_bases"}
 _ONE_NODE = (_ATEN.rms_norm.default, FUSED_RMS_NORM)
 _CLAMPS = (_ATEN.clamp.default, _ATEN.clamp_min.default, _ATEN.clamp_max.default)
 _WIDE = dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32) | {torch.float64: torch.float64}
-"""Dtype -> dtype in which its norm must be computed."""
+"""Dtype of a norm's input -> dtype in which the norm must be computed."""
 
 
 class NoMatch(Exception):
-    """No all-reduce can be fused here; the text is the reason."""
+    """Raised if an all-reduce can't be fused; the text is the reason."""
 
 
 @dataclass
 class Found:
-    """The nodes that one fused op reads or replaces; `inside` has the intermediate results."""
+    """The nodes that one fused op reads or replaces.
+
+    `reduced` is the all-reduce's result, `inside` the intermediate results, `normed` the norm's result (quantized if
+    there is a `scale`).
+    """
 
     all_reduce: Node
     reduced: Node
@@ -144,7 +149,9 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Matches x · rsqrt(mean(x²) + eps), where `square` is x² and x is in `wides`. Returns the product node and eps."""
+    """Matches x · rsqrt(mean(x²) + eps), where `square` is the node of x², and `wides` the nodes that are x. Returns
+    the product's node and eps, and adds the matched nodes to `found.inside`.
+    """
     mean = _only_user(square)
     last = _value(found.add).dim() - 1
     dims = mean.args[1] if mean.target is _ATEN.mean.dim and len(mean.args) > 1 else None

@@ -1,4 +1,4 @@
-"""Lists the axes, the groups that span several axes, and the preset orders. A new axis is one more row of AXES."""
+"""Lists the parallel axes, the groups that span several axes, and the preset orders. A new axis is one row of AXES."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """A kind of group: an axis of the grid of ranks, or derived from other kinds. It combines several kinds (`spans`),
-    divides a kind (`within`), or has some ranks of each group of a kind (`ends_of`).
+    """A kind of group: an axis of the grid of ranks, or derived from other kinds.
+
+    A derived kind combines the kinds `spans`, divides groups of the kind `within`, or has some ranks of each group of
+    the kind `ends_of`.
     """
 
     name: str
@@ -28,10 +30,10 @@ class Axis:
     within: str | None = None
     experts: bool = False
     cuts_sequence: bool = False
-    """True if the ranks of a group hold parts of one sequence. Expert layers treat such ranks as data-parallel."""
+    """True if the ranks of a group hold parts of one sequence. Expert layers treat them as data-parallel."""
     ends_of: str | None = None
     always_made: bool = False
-    """If False, init creates groups of this kind only if a size other than 1 was passed for them."""
+    """If False, initialize_model_parallel creates groups of this kind only if their size was passed and isn't 1."""
 
 
 AXES = (
@@ -140,7 +142,8 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def other_sizes_by_name(function: _Function, also: Callable[..., object] | None = None) -> _Function:
     """Wraps `function` to raise InvalidArgumentError for unknown keywords, and for positional sizes after tp and pp.
 
-    Megatron and vLLM pass different sizes in these positions. Keywords of the function `also` are allowed, too.
+    Megatron and vLLM pass different sizes in these positions. Parameters of the function `also` are valid keywords,
+    too.
     """
     kinds = [each.kind for each in signature(function).parameters.values()]
     places = kinds.count(Parameter.POSITIONAL_OR_KEYWORD)

@@ -28,8 +28,8 @@ class Grid:
     def resolve(cls, world_size: int, sizes: Mapping[str, int | None], order: str) -> Grid:
         """Creates the grid of `world_size` ranks.
 
-        `order` names axes, fastest first, joined by `-`; axes of size 1 can be omitted. One size can be None or -1:
-        that axis takes the remaining ranks. Raises LayoutError if sizes or order don't fit.
+        `sizes` maps axes to sizes; one can be None or -1: that axis takes the remaining ranks. `order` names axes,
+        fastest first, joined by `-`; axes of size 1 can be omitted. Raises LayoutError if sizes or order don't fit.
         """
         names, resolved = split_order(order), fill_in_rest(world_size, sizes)
         check_order(order, names, resolved)
@@ -74,21 +74,21 @@ class Grid:
         return rank
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Returns the groups of ranks that differ in these axes only, ordered by first rank.
+        """Returns the lists of ranks that differ only in their positions on `axes`.
 
-        The ranks of a group ascend.
+        Each list ascends, and the lists are ordered by first rank.
         """
         inside, outside = self.offsets(axes), self.offsets([name for name in self.names if name not in axes])
         return [[start + offset for offset in inside] for start in outside]
 
     def group_of(self, rank: int, *axes: str) -> list[int]:
-        """Returns the group along `axes` that contains `rank`."""
+        """Returns `rank` and the ranks that differ from it only in their positions on `axes`, in ascending order."""
         here = self.coordinates(rank)
         start = self.rank_at({name: index for name, index in here.items() if name not in axes})
         return [start + offset for offset in self.offsets(axes)]
 
     def offsets(self, names: Sequence[str]) -> list[int]:
-        """Returns a group's ranks, ascending, relative to its first rank."""
+        """Returns the ranks of a group along the axes `names`, as ascending distances from its first rank."""
         offsets, stride = [0], 1
         for name, size in self.axes:  # each stride exceeds all offsets so far, so they ascend
             if name in names and size > 1:
@@ -104,18 +104,19 @@ class Grid:
 class Layout:
     """The ranks of every group; `resolve_layout` creates a layout.
 
-    A group has the name of its axis (`tp`), or a name of its own if it spans several axes (`dp`). If a method gets
-    several names, they mean the group that spans all their axes. Ranks are global, starting at `rank_offset`.
+    A group has the name of its axis (`tp`), or a name of its own if it spans several axes (`dp`). Several names, as
+    arguments of a method, mean the group that spans all axes of these names. Ranks are global, starting at
+    `rank_offset`.
     """
 
     grids: tuple[Grid, ...]
-    """Numberings of the same ranks. If several grids have an axis, the first of these grids counts."""
+    """Numberings of the same ranks. A group is computed by the first grid that has all its axes."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Group name -> axes that the group spans, for groups that aren't an axis."""
+    """Group name -> axes that the group spans, for groups that aren't one axis."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)
-    """Group name -> (kind of the containing group, function that picks ranks of the containing group)."""
+    """Group name -> (kind of larger groups, function that picks the group's ranks from a larger group's ranks)."""
     parts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Group name -> (kind of group that is split, number of pieces). The ranks of a piece are consecutive."""
+    """Group name -> (kind of larger groups, number of equal parts into which each is cut)."""
     missing: Mapping[str, str] = field(default_factory=dict)
     rank_offset: int = 0
     is_sharded: bool = False

@@ -1,12 +1,12 @@
 """Creates a `Layout` from sizes and an order.
 
-The layout numbers the same ranks in two ways, like Megatron's two RankGenerators. Each way has its axes:
+The layout numbers the same ranks in two ways, each by an order of axes, like Megatron's two RankGenerators:
 
-- dense layers: those of the given order, without `ep`;
-- expert layers: those of the given order, with `etp` (expert tensor parallel) in place of `tp`, and `efsdp` (expert
-  data parallel) in place of `dp_shard`, without axes that split a sequence.
+- dense layers: the given order without `ep`;
+- expert layers: the given order with `etp` (expert tensor parallel) in place of `tp`, with `efsdp` (expert data
+  parallel) in place of `dp_shard`, and without axes that split a sequence.
 
-Up to three further numberings split an axis in two: `tp` by `dcp` (decode context parallel), `efsdp` by optimizer
+Up to three further numberings split one axis in two: `tp` for decode context parallelism (`dcp`), `efsdp` by optimizer
 instances, `dp` by nodes.
 """
 
@@ -53,10 +53,11 @@ def resolve_layout(
 ) -> Layout:
     """Returns the layout of `world_size` ranks, numbered from `rank_offset`.
 
-    `sizes` maps names of axes or arguments to sizes; -1 takes the remaining ranks. An omitted size is 1, with two
-    exceptions. `etp` defaults to the size of `tp`. `dp` takes the remaining ranks unless another size is -1. `dp` is
+    `sizes` maps axes (`tp` or `tensor_model_parallel_size`, …) to sizes; -1 takes the remaining ranks. An omitted size
+    is 1, but `etp` defaults to the size of `tp`, and `dp` takes the remaining ranks unless another size is -1. `dp` is
     `dp_shard` · `dp_replicate`; by default `dp_replicate` is 1. `order` is a preset or any permutation of the axes,
-    fastest first. `ranks_per_node` determines which data-parallel ranks share a node.
+    fastest first. `ranks_per_node` determines which data-parallel ranks share a node. `get_…_ranks` pick the ranks of
+    embedding groups from those of a pipeline group.
 
     Raises LayoutError if sizes or order don't fit, or if expert layers would have other pipeline groups than dense
     layers.
@@ -193,8 +194,9 @@ def _needs_experts(name: str) -> bool:
 def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
-    """Returns the numbering of ranks for expert layers.
+    """Returns the numbering of ranks for expert layers; `dense` is that for dense layers.
 
+    `expanded` is the order, with `dp_shard` and `dp_replicate` for `dp`. `given` has the sizes that the caller passed.
     If no numbering fits, raises LayoutError if an expert size was passed, and otherwise returns the reason.
     """
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
@@ -259,11 +261,10 @@ def _check_fixed_experts(
 
 
 def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
-    """Creates decode-context-parallel groups (dcp) of `size` ranks, as in vLLM. Also returns a text on dcp for the
-    layout's title.
+    """Computes decode-context-parallel groups (dcp) of `size` ranks, as in vLLM; -1 means the largest size.
 
-    If pcp (prefill-context-parallel) is 1, dcp divides tp, and the result is a grid with the axis dcp. Otherwise the
-    result is the axes that dcp spans: none, pcp, or pcp and tp.
+    If pcp (prefill-context-parallel) is 1, dcp divides tp: returns a grid with the axis dcp. Otherwise returns the axes
+    that dcp spans: none, pcp, or pcp and tp. Also returns a text for the layout's title.
     """
     tp, pcp = dense.size("tp"), dense.size("pcp")
     dcp = tp * pcp if size == -1 else size
@@ -310,7 +311,7 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
-    """Returns a grid that splits dp within and across nodes, or the reason why dp can't be split."""
+    """Returns a grid whose axis dp is split into ranks within and across nodes, or the reason why it can't be."""
     if ranks_per_node is None:
         return "the nodes may have different numbers of ranks, or ranks that aren't consecutive; pass ranks_per_node"
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:
