@@ -40,7 +40,7 @@ class _View:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 if there are no records."""
+    """Returns exit code 0, or 2 if there are no records."""
     parser = command_parser(
         "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
     )  # fmt: skip
@@ -75,10 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Replays a control plane's recorded events, and prints the result.
-
-    Returns 0 if the result is as recorded, 1 if not, and 2 on errors.
-    """
+    """Replays the events that a control plane recorded in `path`, and prints the result."""
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
     except (native.NativeUnavailableError, OSError) as error:

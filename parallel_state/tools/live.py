@@ -40,15 +40,15 @@ class Job(NamedTuple):
     world: list[int]
     states: dict[int, State]
     answers: dict[int, Any]
-    """PID on this host -> state."""
+    """PID of a rank on this host -> its answer."""
     processes: dict[int, tuple[str, int]]
-    """Rank -> host, PID."""
+    """Rank -> (host, PID)."""
     others: list[int]
     """PIDs of ranks of the same job in other worlds."""
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Returns 0, or 2 if `target` names no rank of this host."""
+    """Prints the state of the job `target` (see `find`). Returns exit code 0, or 2 if no job is found."""
     try:
         job = find(target)
     except LookupError as error:

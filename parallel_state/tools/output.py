@@ -21,7 +21,7 @@ def as_json(content: object) -> str:
 
 
 def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
-    """Exits with code 2 if the file can't be written."""
+    """Writes `text` to the file `path`, or stdout for `-`. If that fails, exits with code 2."""
     if path == STDOUT:
         sys.stdout.write(text)
         return

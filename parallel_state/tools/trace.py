@@ -18,7 +18,7 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """A wait ends when the last rank enters the call, or earlier if the call completes."""
+    """Rank `rank` waits until rank `last` enters the call, or until its own call completes."""
 
     seconds: float
     rank: int
@@ -36,7 +36,7 @@ class Wait(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 if there are no traces."""
+    """Returns exit code 0, or 2 if there are no traces."""
     parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="folder that the ranks gave to `with parallel_state.trace(folder)`")
     parser.add_argument("--json", action="store_true", help="print the longest waits as JSON")

@@ -20,7 +20,7 @@ ROWS = 4
 
 
 class Exchange(NamedTuple):
-    """A measured implementation: `call` takes a rank's input and returns the rank's output."""
+    """A measured implementation: `empty` allocates a rank's input, `call` returns the rank's output."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
@@ -46,8 +46,9 @@ class TensorTeam:
         """Synchronizes the device."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the measured library sums elements of `dtype`: int16 for bfloat16 in an MPI
-        without bfloat16.
+        """Returns the dtype in which the measured library sums elements of `dtype`.
+
+        An MPI without bfloat16 sums such elements as int16.
         """
         return dtype
 

@@ -71,10 +71,10 @@ class Clock:
 
 
 class Captured:
-    """A captured call. `replay()` uses the current values of the inputs and writes `outputs`."""
+    """A call captured in a CUDA graph. `replay()` uses the current values of the inputs and writes `outputs`."""
 
     standing_in = False
-    """True while a call runs on the CPU, which has no graphs."""
+    """True while `captured` runs a call on the CPU instead of capturing it."""
 
     def __init__(self, call: Callable[[], Any], outputs: Any, graph: Any) -> None:
         self.outputs = outputs
@@ -92,10 +92,9 @@ class Captured:
 
 
 def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured:
-    """Captures `call` on `stream`, a stream of `graph_capture()` (None on the CPU).
+    """Captures `call` in a CUDA graph on `stream`, a stream of `graph_capture()` (None on the CPU).
 
-    The inputs must keep their addresses. Make one call on this stream before, because initializations at first use
-    can't be captured.
+    The inputs must keep their addresses. Make one call on this stream before, because first calls can't be captured.
     """
     if stream is None:
         Captured.standing_in = True

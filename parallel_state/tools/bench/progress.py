@@ -10,7 +10,7 @@ LINE_S = 10.0
 
 
 class Progress:
-    """`total_s` is the expected duration of all steps."""
+    """Shows the progress of steps that take about `total_s` together."""
 
     def __init__(self, total_s: float, stream: TextIO | None = None) -> None:
         self.total_s, self.done_s = total_s, 0.0

@@ -32,7 +32,7 @@ class GroupTeam(TensorTeam):
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls `method` on all ranks and returns all results. Every rank must call this."""
+        """Calls `method` on this rank and returns all ranks' results. Every rank must call this."""
         mine = getattr(self, method)(*arguments)
         if isinstance(mine, Timing):
             return [Timing(elapsed_s) for elapsed_s in self.group.all_gather_object(mine.elapsed_s)]
@@ -84,9 +84,9 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
-    """Measures all operations, and calls `show` on rank 0 after each operation. Every rank must call this.
+    """Measures all operations, and calls `show(rows, facts)` on rank 0 after each. Every rank must call this.
 
-    Returns True if a candidate failed.
+    `facts` describes the device and the communicators. Returns True if a candidate failed.
     """
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)

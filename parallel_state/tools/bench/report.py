@@ -40,7 +40,7 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
-    """Returns algbw and busbw in 10⁹ B/s. `size_bytes` must be counted as in `nccl_bytes`."""
+    """Returns algbw and busbw in 10⁹ B/s for a call of `us` µs. `size_bytes` must be counted as in `nccl_bytes`."""
     algorithm = size_bytes / us / 1e3
     return algorithm, algorithm * BUS_FACTORS.get(operation, lambda n: 0.0)(ranks)
 

@@ -1,4 +1,4 @@
-"""Checks each candidate, times all candidates in turns, round by round, and checks each candidate again.
+"""Checks each candidate (implementation), times all candidates in turns, and checks each candidate again.
 
 A sample is the slowest rank's time per call.
 """
@@ -37,7 +37,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures all candidates for one case. Removes teams that fail from `teams`."""
+    """Measures all candidates of `teams` (see worker.py) for one operation and size. Removes failed teams."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]
@@ -83,8 +83,8 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Calls `method` on all ranks of `team`. If that fails, notes the error in `row`, removes the team, and returns
-    None.
+    """Calls `method` on all ranks of `team`. If that fails, removes the team, stores the error in `row` under `name`,
+    and returns None.
     """
     if team not in teams:
         return None

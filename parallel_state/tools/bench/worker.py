@@ -26,8 +26,8 @@ def last_line(text: str) -> str:
 class Timing:
     """The times of one rank: either `elapsed_s`, the duration of all its calls, or one time per call.
 
-    In the second case one rank has `starts_ns`, the others `ends_ns`, in ns of the host's clock. A call ends when its
-    last rank has ended it.
+    In the second case one rank has the starts of the calls, and the others have the ends, in ns of the host's clock. A
+    call ends when its last rank has ended it.
     """
 
     elapsed_s: float = 0.0
@@ -36,7 +36,7 @@ class Timing:
 
 
 class WrongAnswer(str):
-    """`elements` is the number of wrong elements."""
+    """Describes a wrong result with `elements` wrong elements."""
 
     elements = 0
 

@@ -32,7 +32,7 @@ from parallel_state.tools.plan.command import add_sizes
 
 _LEAST_S = 5.0
 _GRACE_S = 15.0
-"""A rank that hangs exits this long after --timeout."""
+"""Seconds after --timeout at which a hanging rank exits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,10 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """Keys are numbers from 1 in the order of arrival, because two processes can claim one rank."""
+    """The facts and measurements of all ranks.
+
+    Keys are ranks' numbers in the order of arrival, from 1, because two processes can claim one rank.
+    """
 
     arrivals: Sequence[Facts]
     world_size: int
@@ -33,7 +36,7 @@ class Evidence:
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Number of a rank that stopped answering -> last stage that it reported."""
+    """Number of a rank that stopped answering -> stage that it reported last."""
     met: bool = True
     """False if this rank reached no other rank."""
 
@@ -43,7 +46,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Returns the facts by host name. Repeated names get ` (2)`, ` (3)` and so on."""
+        """Returns the ranks' facts by host name. Repeated names get ` (2)`, ` (3)` and so on."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -119,7 +122,7 @@ class Evidence:
 
 
 def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
-    """Returns "" if unknown. Supports block and cyclic distribution."""
+    """Returns the host of `rank` by SLURM's variables, or "". Supports block and cyclic distribution."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
@@ -163,9 +166,8 @@ def networks_of(interface: Interface) -> set[str]:
 def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> Iterator[tuple[K, float, float]]:
     """Yields key, value and median for each value that is too high, or too low if `high` is False.
 
-    Such a value differs from the median by a factor of more than `ratio` (twice the ratio for fewer than four values)
-    and by more than three standard deviations. The standard deviation is estimated from the median absolute deviation
-    of the logarithms.
+    Such a value differs from the median by a factor of more than `ratio` (2 `ratio` for fewer than four values) and by
+    more than three standard deviations, estimated from the median absolute deviation of the logarithms.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return
@@ -195,7 +197,7 @@ def core_times(evidence: Evidence, number: int) -> list[float]:
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns kind of group -> ranks of each group -> measurements of the rank with the highest latency."""
+    """Returns kind of group -> ranks of a group -> measurements of the group's rank with the highest latency."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

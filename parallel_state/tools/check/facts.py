@@ -22,7 +22,7 @@ class Interface(msgspec.Struct):
     """Addresses with prefix length, such as `10.0.0.7/16`."""
     mtu: int = 0
     speed_mbit: int = 0
-    """Speed in Mbit/s; 0 if the driver doesn't report the speed."""
+    """0 if the driver doesn't report the speed."""
 
 
 class Place(msgspec.Struct):
@@ -37,7 +37,7 @@ class Place(msgspec.Struct):
     master_port: int = 0
     agent_store: bool = False
     started_by: list[str] = []
-    """Commands of the ancestors, the parent first."""
+    """Commands of this process's ancestors, the parent first."""
     variables: dict[str, str] = {}
 
 
@@ -66,7 +66,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """-1: no limit, or unknown."""
+    """The value -1 means no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1
@@ -84,7 +84,7 @@ class Cpu(msgspec.Struct):
     """With SMT: core that this process can use -> all threads of the same physical core."""
     numa_nodes: dict[str, list[int]] = {}
     quota_cores: float = -1.0
-    """CPU quota in cores; -1 if there is none."""
+    """-1 without a CPU quota."""
     cgroup: str = ""
     threads: int = 0
 
@@ -108,7 +108,7 @@ class GpuPath(msgspec.Struct):
 class Gpus(msgspec.Struct):
     devices: list[GpuFact] = []
     visible: list[str] = []
-    """UUIDs, in CUDA's order."""
+    """UUIDs of CUDA's GPUs, in CUDA's order."""
     own: str = ""
     paths: list[GpuPath] = []
     problem: str = ""
@@ -141,7 +141,7 @@ class Facts(msgspec.Struct):
 
 class Link(msgspec.Struct):
     source: int
-    """The rank that measures, by its number in the order of arrival; `target` is the measured rank."""
+    """Number of the measuring rank, in the order of arrival; `target` is the measured rank's."""
     target: int
     problem: str = ""
     kind: str = ""

@@ -34,7 +34,7 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """Answers measurements from other hosts. `entry` is [address, port, token], or [] if `problem` is set."""
+    """Answers measurements from other hosts. `entry` is [address, port, token], or [] if listening failed."""
 
     def __init__(self, address: str) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -150,7 +150,7 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
 
 
 def _measure_latency(peer: socket.socket, link: Link) -> None:
-    """The fastest round trip determines the clock offset, as in NTP."""
+    """Sets the link's median round trip, and the clock offset of the fastest round trip, as in NTP."""
     trips, best_s = [], float("inf")
     for _ in range(40):
         before_s, started = time.time(), time.perf_counter()
@@ -165,7 +165,7 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Doubles the message size until a run takes a quarter of `budget_s`."""
+    """Sets the link's best bandwidth. Doubles the message size until a run takes a quarter of `budget_s`."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):

@@ -44,7 +44,7 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Groups the ranks of each host by `key`, and applies `test` to each group. Ignores ranks whose key is None."""
+    """Returns a predicate that applies `test` to each host's ranks with equal `key`. Ignores ranks with key None."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
@@ -59,7 +59,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Groups all ranks by key, and applies `test` to each group."""
+    """Returns a predicate that applies `test` to all ranks that share one of their `keys`."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
@@ -70,7 +70,7 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Matches ranks for which `read` returns a text.
+    """Returns a predicate that matches ranks for which `read` returns a text.
 
     The words for the rule's text are `description` (the first text) and `more` (how many other ranks).
     """

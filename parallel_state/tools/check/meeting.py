@@ -47,7 +47,7 @@ class Plan(msgspec.Struct):
     """The leader's message to all ranks, sent when the registration has ended."""
 
     arrivals: list[Facts]
-    """In the order in which the ranks registered."""
+    """The ranks' facts, in the order of registration."""
     links: list[list[tuple[int, int]]]
 
 
@@ -55,7 +55,9 @@ class Meeting:
     """Exchanges values between ranks through the store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """`leads`: True if this rank is the leader; None if the first rank to register is the leader."""
+        """`prefix` starts all keys in `store`. `leads`: True if this rank is the leader; None if the first rank to
+        register is.
+        """
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
         self._kept = store  # PrefixStore doesn't keep a store that is implemented in Python alive
         self.arrival = 0
@@ -79,7 +81,7 @@ class Meeting:
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Waits for all ranks. Returns their facts, even those of surplus ranks.
+        """Waits for all ranks until `deadline`. Returns the facts of all registered ranks, even of surplus ones.
 
         Returns early if enough processes registered but ranks or world sizes conflict.
         """

@@ -141,7 +141,7 @@ def _wrapped(label: str, words: str, width: int) -> list[str]:
 
 
 def show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """If ranks didn't reach each other, one rank of each host prints."""
+    """Prints or writes the report. If ranks didn't reach each other, one rank of each host prints."""
     report = outcome.report
     if report is None:
         return

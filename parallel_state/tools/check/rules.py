@@ -1,7 +1,6 @@
 """Lists the rules of `check`, one row each; docs/check.md shows the table.
 
-A rule's field `found` is a format string, which `matches.text_of` fills in. Rules read only the collected facts and
-measurements.
+A rule's field `found` is a format string, which `matches.text_of` fills in.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
-"""Number of measurements of each link. The better one counts: momentary load passes, but a slow link stays slow."""
+"""Number of measurements of each link. The better one counts, because momentary load passes."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
 """Time reserved for the report and its acknowledgement."""
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """`run` ends at most `options.timeout_s` after `began`."""
+    """The check on one rank. `run` ends at most `options.timeout_s` after `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -206,7 +206,7 @@ class Session:
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:
-        """Abandons the traffic's thread if it doesn't finish in time."""
+        """Runs `traffic.run` in a thread. Abandons the thread if it doesn't finish within `left_s`."""
         os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this check's store occupies the port
         stage = "nothing"

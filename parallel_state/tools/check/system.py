@@ -238,7 +238,7 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Follows `ncclFindInterfaces` (NCCL's src/misc/socket.cc)."""
+    """Returns the interface that NCCL would choose, or "". Follows `ncclFindInterfaces` (NCCL's src/misc/socket.cc)."""
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
     ]
@@ -330,7 +330,7 @@ def _read_shared_memory(found: Limits) -> None:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Returns this process's cgroup folders, the innermost first. Supports cgroup v2 and v1."""
+    """Returns this process's cgroup folders for `controller`, the innermost first. Supports cgroup v2 and v1."""
     for line in _text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -383,7 +383,7 @@ def run_cpu(repeats: int = 25) -> float:
 
 
 def gpus() -> Gpus:
-    """Doesn't create a CUDA context. `with_own_gpu` sets this rank's GPU later."""
+    """Returns this host's GPUs, without creating a CUDA context. `with_own_gpu` sets this rank's GPU later."""
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 

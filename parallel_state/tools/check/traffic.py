@@ -31,7 +31,10 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """All ranks must call this with the same time limit `left_s`."""
+    """Creates the groups and sends traffic through them. Calls `note` with each stage.
+
+    All ranks must call this with the same time limit `left_s`.
+    """
     found = Traffic()
 
     def enter(stage: str) -> None:
@@ -64,7 +67,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields kind and group, in the same order on all ranks."""
+    """Yields (kind, group) for this rank's groups, in the same order on all ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -102,7 +105,7 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
-    """Returns times in µs. An additional first call, which can include set-up, is dropped."""
+    """Returns the times in µs of `repeats` all-reduces, after one that can include set-up."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 

@@ -1,4 +1,4 @@
-"""Finds the smallest change that makes sizes fit.
+"""Finds the smallest change of `plan`'s options with which the sizes fit.
 
 The size of a change is the product of the ratios of new and old values.
 """
@@ -17,7 +17,7 @@ from parallel_state.layout.ranks import divisors, split_order
 from parallel_state.tools.plan.groups import Request
 
 MAX_TRIES = 200
-"""200 tries take about 0.2 s with 16,384 ranks."""
+"""Most changes that are tried: 200 take about 0.2 s with 16,384 ranks."""
 MAX_VALUES = 12
 """Values tried for each size when two sizes change."""
 MAX_MULTIPLES = 16
@@ -27,9 +27,8 @@ DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.exp
 
 @dataclass(frozen=True)
 class Change:
-    """Maps an option without dashes (`tp`, `world-size`, `order`) to its new value.
-
-    None means that the option is left out.
+    """`values` maps options (`tp`, `world-size`, `order`) to new values, or None to leave them out; `before` to old
+    values.
     """
 
     values: Mapping[str, int | str | None]
@@ -136,7 +135,7 @@ def _by_option(values: Mapping[str, int | None]) -> dict[str, int | str | None]:
 
 
 def _worlds(request: Request) -> list[Change]:
-    """The new sizes fill whole nodes, or are less than one node."""
+    """Returns changes of the world size that fill whole nodes, or a part of one node."""
     known = _product(request.sizes)
     step = known if max(known, request.world_size) < request.gpus_per_node else lcm(known, request.gpus_per_node)
     down = (request.world_size - 1) // step

@@ -89,7 +89,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """`stride` is the distance of neighbours on this axis, in ranks."""
+    """An axis of a group. Neighbours on this axis are `stride` ranks apart."""
 
     axis: str
     size: int
@@ -135,7 +135,7 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 def steps_of(layout: Layout, name: str) -> list[Steps]:
     """Returns the axes of group `name` that have more than one rank, fastest-varying first.
 
-    For a part of another group, as `intra_edp` is of `edp`, returns the other group's axes.
+    For a part of another group, as `embedding` is of `pp`, returns the other group's axes.
     """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
@@ -154,9 +154,9 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """Formats ranks as `0–7`, `0–7 128–135 …` or `0:8:2 16:24:2`.
+    """Formats ranks as `0–7`, `0–7 128–135 …`, or `0:8:2 16:24:2` (start:stop:step).
 
-    Lists without such a pattern are shortened to the first three ranks and the last.
+    Other lists are shortened to the first three ranks and the last.
     """
     ranks = list(ranks)
     if len(ranks) < 3:
@@ -201,15 +201,15 @@ BASIS = "cited, not measured here"
 @dataclass(frozen=True)
 class Communicators:
     made: tuple[tuple[str, ...], ...]
-    """For each set of ranks with a communicator: the kinds of groups with this set."""
+    """For each set of ranks with which a rank has a communicator: the kinds of groups with this set."""
     all_kinds: tuple[tuple[str, ...], ...]
     groups_made: int
-    """In the whole world: torch creates each of them on every rank."""
+    """Number in the whole world: torch creates each group on every rank."""
     groups_of_all_kinds: int
     all_to_all: bool
 
     def megabytes(self, communicators: int) -> tuple[float, float]:
-        """Returns the least and the greatest memory."""
+        """Returns the least and the greatest memory of this many communicators, in MB."""
         extra = ALL_TO_ALL.megabytes if self.all_to_all and communicators else 0
         return communicators * LOW.megabytes, communicators * HIGH.megabytes + extra
 

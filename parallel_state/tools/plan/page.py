@@ -1,6 +1,6 @@
 """Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, a panel for one rank.
 
-`page.js` computes groups from the axes, as `layout.Grid` does. The script inserts texts as text, never as HTML.
+`page.js` computes groups from the axes, as `layout.Grid` does. It never inserts texts as HTML.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def for_script(text: str) -> str:
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the data from which `page.js` computes the groups.
+    """Returns the data from which `page.js` computes the groups. The page first shows the kind `name`.
 
     For embedding groups, `places` lists the pipeline stages of a group's ranks. For groups that divide larger groups,
     `parts` has, for each larger group, the indices of the groups in it.

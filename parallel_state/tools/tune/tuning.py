@@ -35,7 +35,7 @@ from parallel_state.tools.bench.rounds import measure
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
 OTHER, TORCHS = "other", "torch's"
-"""The communicator that is used without peer memory, and torch's group if that is another one."""
+"""Candidates: the communicator that is used without peer memory, and torch's group if that is another one."""
 FUSED = "all_reduce_add_rms_norm"
 ORDERS = {
     "all_reduce": (*ALGORITHMS, OTHER),
@@ -92,7 +92,7 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
 
 
 class Tuning:
-    """All ranks of the group must make the same calls."""
+    """Measures kernels of `peers`, a peer-memory communicator. All ranks of the group must make the same calls."""
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
         self.group, self.plan = group, plan or Plan()
@@ -102,7 +102,11 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Returns measured and tested thresholds. Raises TuneError on all ranks or on none."""
+        """Returns measured and tested thresholds for `conditions` (hardware and software). `source` is stored with
+        them.
+
+        Raises TuneError on all ranks or on none.
+        """
         times = {
             operation: {size: self._times(operation, size) for size in self.plan.sizes} for operation in ORDERS
         }  # fmt: skip
@@ -141,7 +145,7 @@ class Tuning:
 
     @torch.inference_mode()
     def prove(self, chosen: Thresholds) -> None:
-        """Tests the choice by calls of random sizes, with random delays. Raises TuneError on all ranks or on none."""
+        """Tests `chosen` by calls of random sizes, with random delays. Raises TuneError on all ranks or on none."""
         same, own = random.Random(self.size), random.Random(self.rank * 1000 + self.size)
         cases = [(operation, size) for operation in ORDERS for size in self._proof_sizes(operation, chosen)]
         calls = {operation: self._by(CALLS[operation], chosen) for operation in ORDERS}
@@ -262,7 +266,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
 
 
 def write(row: Thresholds, path: Path) -> None:
-    """Adds a row to the file, or replaces the row that has the same conditions."""
+    """Adds `row` to the file, or replaces the row that has the same conditions."""
     names = [field.name for field in fields(peer_thresholds.Conditions)]
     key = [getattr(row, name) for name in names]
     others = load(path).rows if path.exists() else ()
@@ -284,7 +288,7 @@ def keep(row: Thresholds | None, path: Path) -> None:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Returns thresholds on the first rank. Every rank must call this."""
+    """Returns measured thresholds on the first rank. Every rank must call this."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     # The peer-memory communicator is created below, with UNBOUNDED thresholds.
