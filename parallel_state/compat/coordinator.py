@@ -22,7 +22,7 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the object of this class for group `made`. The first call fills it by `_show(made, *facts)`."""
+        """Returns the view of `made`, a group of this library. The first call fills it by `_show(made, *facts)`."""
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

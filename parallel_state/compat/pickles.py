@@ -18,7 +18,7 @@ loads = pickle.loads
 
 
 def dumps(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None) -> memoryview:
-    """For a CPU tensor, only the tensor's own elements are pickled, not its whole storage.
+    """Pickles `obj`. Of a CPU tensor, pickles only its own elements, not the whole storage.
 
     `buffer_callback` works as in `pickle.dumps`.
     """

@@ -19,7 +19,10 @@ ANSWER_S = 1.0
 
 @dataclasses.dataclass
 class StoreGroup:
-    """Sender and receiver, or all ranks in a collective, must make their calls in the same order."""
+    """Exchanges objects over `store`.
+
+    Sender and receiver, or all ranks in a collective, must make their calls in the same order.
+    """
 
     rank: int
     world_size: int

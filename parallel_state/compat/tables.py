@@ -55,7 +55,7 @@ def named(module: str, function: Callable[..., Any], name: str, text: str) -> An
 
 
 def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[], Any], of: str) -> Any:
-    """Creates a function that calls `method` of the object that `find` returns.
+    """Creates a function `name` of `module` that calls `method` of the object that `find` returns.
 
     `of` describes the object in the new function's docstring.
     """

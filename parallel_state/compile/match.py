@@ -1,7 +1,6 @@
 """Finds all-reduces that can be fused with an addition, an RMS norm and possibly a quantization into one op.
 
-In the graph, the all-reduce is an `auto_functionalized_v2` node, because the op writes to a tensor (the token) that
-keeps calls in order.
+In the graph, the all-reduce is an `auto_functionalized_v2` node, because the op writes to a tensor (the token).
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users
@@ -150,7 +149,7 @@ def _written_out(found: Found) -> Found:
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
     """Matches x · rsqrt(mean(x²) + eps), where `square` is the node of x², and `wides` the nodes that are x. Returns
-    the product's node and eps, and adds the matched nodes to `found.inside`.
+    the product's node and eps.
     """
     mean = _only_user(square)
     last = _value(found.add).dim() - 1

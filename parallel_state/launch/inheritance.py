@@ -35,10 +35,7 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Applies the launcher's umask, cores, limits and signal mask to this process, as far as permitted.
-
-        SIGTERM and SIGCHLD stay unblocked.
-        """
+        """Applies the launcher's umask, cores, limits and signal mask to this process, as far as permitted."""
         if self.umask is not None:
             os.umask(self.umask)
         if self.cores and self.cores != os.sched_getaffinity(0):

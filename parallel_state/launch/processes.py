@@ -42,7 +42,7 @@ _HINT = (
 
 
 def _unnamed_file() -> Any:
-    """Opens an unnamed file for a process's report, in memory if possible, because /tmp is sometimes full.
+    """Opens an unnamed file for a process's report, in memory if possible.
 
     Raises OSError if there is no space for a report.
     """
@@ -286,10 +286,6 @@ def _start(process: Any) -> None:
 
 
 def _exits_soon(pid: int) -> bool:
-    """Returns True if the child process `pid` exits within 2 s.
-
-    The kernel closes a child's sockets before it reports the exit.
-    """
     deadline = time.monotonic() + _SERVER_END_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() >= deadline:

@@ -175,8 +175,8 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports to the store that this node's ranks are done. The node that serves the store then waits for the ranks of
-    all nodes, until `deadline` at most.
+    """Reports that this node's ranks are done. The node that serves the store then waits for the ranks of all nodes,
+    until `deadline` at most.
     """
     done, world = 0, config.world_size or 1
     try:

@@ -1,4 +1,4 @@
-"""Lists the parallel axes, the groups that span several axes, and the preset orders. A new axis is one row of AXES."""
+"""Lists the parallel axes, the groups that span several axes, and the preset orders."""
 
 from __future__ import annotations
 

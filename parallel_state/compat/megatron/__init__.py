@@ -49,7 +49,6 @@ def __getattr__(name: str) -> Any:
 def install() -> None:
     """Makes later imports of `megatron.core.parallel_state` in this process return this module. Idempotent.
 
-    Writes to `sys.modules`, because megatron-core (0.16.1, and main of August 2026) has no entry point for plug-ins.
     Raises UnsupportedError if megatron-core isn't installed. Raises AlreadyInitializedError if Megatron's own module is
     imported already.
     """
@@ -66,7 +65,6 @@ def install() -> None:
 
 
 def _has_core() -> bool:
-    """Doesn't import `megatron.core`, which is large."""
     spec = importlib.util.find_spec("megatron")
     paths = [] if spec is None else list(spec.submodule_search_locations or [])
     return importlib.machinery.PathFinder.find_spec(_CORE, paths) is not None

@@ -23,7 +23,10 @@ class GlobalMemoryBuffer:
     def get_tensor(
         self, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Callable[[], Any] | None = None
     ) -> torch.Tensor:
-        """Returns an uninitialized tensor. The next call with this name and dtype returns the same memory."""
+        """Returns an uninitialized tensor. The next call with this name and dtype returns the same memory.
+
+        New memory is allocated within `mem_alloc_context()`.
+        """
         shape = torch.Size(tensor_shape)
         found = self.buffer.get((name, dtype))
         if found is None or found.numel() < shape.numel():

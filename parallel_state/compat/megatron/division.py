@@ -154,7 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Creates the world group. First destroys one over an earlier default group."""
+    """Creates the world group over torch's default group. Destroys a world group over an earlier default group."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Creates a second process group for each group of `kind`. Returns this rank's."""
+    """Creates a second process group for each group of `kind`. Returns this rank's second group."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -217,9 +217,10 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Creates a second group with the ranks of `dp_cp`, and with `for_expert_parallelism` one with the ranks of `edp`.
+    """Creates second groups with the ranks of `dp_cp` and, with `for_expert_parallelism`, of `edp`. Returns this rank's
+    second groups.
 
-    Calls of the second groups can overlap calls of the first groups. Every rank must call this.
+    Their calls can overlap calls of the first groups. Every rank must call this.
     """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")

@@ -165,8 +165,9 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns `dp`, or `dp_cp` if `with_context_parallel`. Two options replace `dp_cp`: `partial_data_parallel` by
-    `intra_dp_cp`, of one optimizer instance; `independent_all_gather` by a second group with the ranks of `dp_cp`.
+    """Returns the group `dp`, or `dp_cp` if `with_context_parallel`. Two options replace `dp_cp`:
+    `partial_data_parallel` by `intra_dp_cp` (one optimizer instance), `independent_all_gather` by a second group with
+    the ranks of `dp_cp`.
     """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")
@@ -204,7 +205,7 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 
 def get_hybrid_data_context_parallel_groups(check_initialized: bool = True, group_size: int | None = None) -> Any:
-    """Raises KeyError if no group has this size."""
+    """Returns this rank's group of `group_size` data- and context-parallel ranks. Raises KeyError if there is none."""
     if (0 if lookup.is_before_start() else lookup.size_of(_data_parallel(True))) == group_size:
         return lookup.required("dp_cp") if check_initialized else lookup.group_of("dp_cp")
     return lookup.HYBRID[group_size]  # type: ignore[index]
@@ -215,9 +216,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets this rank's virtual pipeline stage. Also sets the stage of `parallel_state`'s groups, if they have this
-    stage.
-    """
+    """Sets this rank's virtual pipeline stage, also for `parallel_state`'s own groups if they have this stage."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None

@@ -19,7 +19,7 @@ HIERARCHICAL: list[Any] = []
 HYBRID: dict[int, Any] = {}
 BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
-"""Key `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
+"""`gloo`: True if there are gloo groups. `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
 GETTERS: dict[str, tuple[str, str]] = {
     "tensor_model_parallel": ("tp", "group world_size rank src_rank"),
     "pipeline_model_parallel": ("pp", "group world_size rank"),
@@ -55,10 +55,7 @@ VARIABLES = {
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
 }
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
-"""Kind of group -> Megatron's variable.
-
-Megatron's main branch has more variables, for the axis `gtp_remat`, whose size is always 1 here.
-"""
+"""Kind of group -> Megatron's variable."""
 
 
 def _assigned(kind: str) -> Any:
@@ -87,8 +84,8 @@ def group_of(kind: str) -> Any:
 
 
 def has_group(kind: str) -> bool:
-    """Returns True if the groups are initialised, or the program assigned Megatron's variable of this kind. Only for
-    kinds that every layout has.
+    """Returns True if the groups are initialised, or the program assigned Megatron's variable of this kind. Call this
+    only for kinds that every layout has.
     """
     return _assigned(kind) is not None or state.model_parallel_is_initialized()
 

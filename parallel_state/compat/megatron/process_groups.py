@@ -30,7 +30,7 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns None, for the default group's backend, on GPUs or if this library can't be compiled."""
+    """Returns the backend of new groups. None means the default group's: on GPUs, or without the compiled library."""
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
         return None
@@ -81,8 +81,8 @@ def create_hierarchical_groups(
 ) -> tuple[list[Any], list[Any]]:
     """Returns this rank's group and gloo group (or None) of each level. All ranks of the world must call this.
 
-    Sizes [2, 2, 4] divide 16 ranks into pairs of neighbors, pairs with stride 2, and groups of 4 with stride 4. Ranks
-    outside `ranks` get empty lists.
+    `hierarchical_group_sizes` [2, 2, 4] divide 16 `ranks` into pairs of neighbors, pairs with stride 2, and groups of 4
+    with stride 4. Ranks outside `ranks` get empty lists.
     """
     groups: list[Any] = []
     gloo_groups: list[Any] = []
@@ -100,7 +100,10 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Returns this rank's groups of 2, 4, … ranks, by size. All ranks of the world must call this."""
+    """Divides `ranks` into groups of 2, of 4, … ranks. Returns size -> this rank's group.
+
+    All ranks of the world must call this.
+    """
     made = {}
     for members in hybrid_ranks(ranks):
         group = create_group(members, pg_options=pg_options, group_desc=f"HYBRID_DP_CP_GROUP_{len(members)}")
@@ -130,7 +133,7 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Raises RuntimeError for an unknown `net_name`, like Megatron."""
+    """Converts Megatron's NCCL options. Raises RuntimeError for an unknown `net_name`."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
@@ -155,9 +158,9 @@ def overwrite_nccl_comm_cfgs(
 
 
 def process_group_collection(groups: ParallelGroups | None = None) -> Any:
-    """Returns Megatron's ProcessGroupCollection, after creating missing groups. Every rank must call this.
+    """Returns Megatron's ProcessGroupCollection of `groups` (default: the current ones). Creates missing groups.
 
-    A field is None if this rank has no group for it.
+    A field is None if this rank has no group for it. Every rank must call this.
     """
     kind_of_collection = importlib.import_module("megatron.core.process_groups_config").ProcessGroupCollection
     groups = groups or state.get_parallel_groups()
@@ -170,9 +173,11 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns field name -> GroupCoordinator. Omits fields without a group. The caller still owns the process groups.
+    """Returns field name -> GroupCoordinator for the fields `names` of a ProcessGroupCollection. Omits fields without a
+    group.
 
-    Every rank of the groups must call this with the same fields in the same order.
+    The caller still owns the process groups. Every rank of the groups must call this with the same fields in the same
+    order.
     """
     found = {name: getattr(collection, name, None) for name in names}
     return {

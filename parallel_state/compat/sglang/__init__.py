@@ -55,7 +55,7 @@ def install() -> None:
 
 
 _HOOKED = "GroupCoordinator init_distributed_environment destroy_distributed_environment abort_distributed_environment"
-"""`install` replaces these names. SGLang's layout of ranks stays its own."""
+"""`install` replaces these names. SGLang still computes its own layout of ranks."""
 
 MISSING = reasons({
     "part of SGLang's scheduling of tokens, buffers and padding; SGLang's own module works over these groups": (

@@ -156,7 +156,7 @@ class GroupCoordinator(GroupView):
         return None
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Concatenates the inputs of all ranks into `output`, which has `world_size` times the elements of `input`."""
+        """Does what `torch.distributed.all_gather_into_tensor` does."""
         rows = output.view(self.world_size, -1)
         self.group.all_gather(input.reshape(1, -1), 0, out=rows)
 
@@ -173,14 +173,11 @@ class GroupCoordinator(GroupView):
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Sums `input` over all ranks and writes this rank's part to `output`.
-
-        `input` has `world_size` times the elements of `output`.
-        """
+        """Does what `torch.distributed.reduce_scatter_tensor` does, with sum."""
         self._copy(output, self.group.reduce_scatter(input.reshape(self.world_size, -1), 0))
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> Tensor:
-        """Returns on rank r the sum of all ranks' `input_list[r]`, and writes the sum to `output`."""
+        """Does what `torch.distributed.reduce_scatter` does, with sum. Returns `output`."""
         self.reduce_scatter_tensor(output, torch.stack(list(input_list)))
         return output
 
@@ -194,7 +191,7 @@ class GroupCoordinator(GroupView):
         return scattered if output is None else output.copy_(scattered)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        """Sends the r-th of `world_size` equal parts of `input` to rank r. Writes the received parts to `output`."""
+        """Does what `torch.distributed.all_to_all_single` does, with equal parts."""
         self._copy(output, self.group.all_to_all(input.reshape(self.world_size, -1)))
 
     @staticmethod
@@ -234,7 +231,10 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Sends a dict. Returns the started transfers if `async_send`, or the dict in a group of one rank."""
+        """Sends a dict to rank `dst` (default: the next). Each rank of `all_gather_group` sends a slice of each tensor.
+
+        Returns the started transfers if `async_send`, or the dict in a group of one rank.
+        """
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
         return [P2PWork(self.group.isend_tensor_dict(tensor_dict, dst, all_gather_group), None)]

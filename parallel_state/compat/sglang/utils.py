@@ -53,7 +53,7 @@ def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int, contiguous_
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the layer after its last. The last stages get the remainder."""
+    """Returns the first layer of stage `pp_rank` and the layer after its last. The last stages get the remainder."""
     layers = layers_in("SGLANG_PP_LAYER_PARTITION", num_hidden_layers, pp_size) if pp_size > 1 else None
     if layers is None:
         layers = [num_hidden_layers // pp_size] * pp_size

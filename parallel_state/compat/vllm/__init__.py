@@ -158,7 +158,6 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 
 
 def _node_count(pg: Any) -> int:
-    """Every rank of the group must call this."""
     return len(same_node.nodes_of(pg, stateless.in_the_same_node_as))
 
 

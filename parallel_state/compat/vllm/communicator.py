@@ -71,7 +71,7 @@ for _name in ("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "redu
     setattr(Communicator, _name, _of_group(_name))
 
 _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
-"""torch's default group -> (coordinator of all ranks, its users)."""
+"""torch's default group -> (coordinator of all ranks, communicators that use it)."""
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:

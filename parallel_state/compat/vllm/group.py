@@ -35,7 +35,7 @@ class GroupCoordinator(GroupView):
     """
 
     device_communicator: GroupCoordinator | None
-    """This coordinator; None in a group of one rank or without `use_device_communicator`."""
+    """The coordinator itself; None in a group of one rank or without `use_device_communicator`."""
     mq_broadcaster: MessageQueue | None
     """None, because the group sends objects through its own queues."""
     device_index: int

@@ -69,7 +69,7 @@ class Handle:
 
 
 class _Ring:
-    """One end of a queue in shared memory. `me` is 0 for the writer, and 1 + its index for a reader."""
+    """One end of a queue in shared memory. `me` is 0 for the writer, or 1 + the index of a reader."""
 
     def __init__(self, segment: Segment, shape: Shape, readers: int, me: int) -> None:
         self._library = native.load()
@@ -102,7 +102,7 @@ class _Ring:
 
     @property
     def end(self) -> Any:
-        """The first access starts to watch the other processes for exits."""
+        """Returns this end's Sender or Receiver. The first access starts to watch the other processes for exits."""
         with self._opening:
             if self._end is None:
                 ends, me = self._place.ranks, self._members.rank
@@ -268,7 +268,7 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Replaces errors of the block about an exited peer by a PeerDiedError that names its process. After
+        """Replaces errors of the block about an exited peer by a PeerDiedError that names the peer's process. After
         `shutdown`, raises RuntimeError instead.
         """
         try:

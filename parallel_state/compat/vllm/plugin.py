@@ -55,7 +55,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """Returns None if the plug-in raises, because vLLM treats such plug-ins as inactive."""
+    """Calls a plug-in. Returns None if it raises, because vLLM treats such plug-ins as inactive."""
     try:
         return ask()
     except Exception:

@@ -55,7 +55,7 @@ def verify_group_size_divides_partition(
 
 
 def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[int, int]:
-    """Returns a stage's first layer and the layer after its last.
+    """Returns the first layer of stage `pp_rank` and the layer after its last.
 
     The variable VLLM_PP_LAYER_PARTITION, such as 5,2, sets the number of layers of each stage.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """Raised if a team fails, or doesn't answer in time."""
+    """Raised if a team (the processes that measure one library) fails, or doesn't answer in time."""
 
 
 def last_line(text: str) -> str:

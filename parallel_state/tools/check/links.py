@@ -92,9 +92,8 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Returns rounds of measurements. `leaders` has one rank of each host.
 
-    A round is a list of pairs (measuring rank, measured rank). For up to 24 hosts, returns all pairs, by the circle
-    method; a host is in at most one pair of a round. With more hosts, each host measures only to the hosts at distances
-    1, 2, 4, ….
+    A round is a list of pairs (measuring rank, measured rank). For up to 24 hosts, returns all pairs; a host is in at
+    most one pair of a round. With more hosts, each host measures only to the hosts at distances 1, 2, 4, ….
     """
     count = len(leaders)
     if count < 2:

@@ -1,6 +1,6 @@
 """Collects the data about one process that `check` needs.
 
-Nothing here waits for a peer. Slow sources (name server, driver, compiler) have a deadline.
+Slow sources (name server, driver, compiler) have a deadline.
 """
 
 from __future__ import annotations
@@ -330,7 +330,7 @@ def _read_shared_memory(found: Limits) -> None:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Returns this process's cgroup folders for `controller`, the innermost first. Supports cgroup v2 and v1."""
+    """Returns this process's cgroup folders for `controller`, the innermost first."""
     for line in _text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):

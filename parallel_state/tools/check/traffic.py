@@ -135,7 +135,7 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
     """Sends `mine` to the next rank. Returns True if the tensor from the previous rank is `ramp` plus that rank.
 
-    Odd ranks receive before they send: if all ranks sent first, they could wait for each other.
+    Odd ranks receive before they send, so that ranks can't deadlock.
     """
     rank, size = group.rank_in_group, group.size
     following, previous = (rank + 1) % size, (rank - 1) % size

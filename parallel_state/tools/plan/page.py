@@ -17,7 +17,6 @@ from parallel_state.tools.plan.remarks import Remark
 
 MAX_RANKS = 16384
 _COLORS = 12
-"""`page.css` has the classes `c0` to `c11`."""
 
 
 def page(plan: Plan, name: str, remarks: Sequence[Remark]) -> str:
