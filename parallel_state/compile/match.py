@@ -1,6 +1,6 @@
 """Finds all-reduces that can be fused with an addition, an RMS norm and possibly a quantization into one op.
 
-In the graph, the all-reduce is an `auto_functionalized_v2` node, because the op writes to a tensor (the token).
+In the graph, the all-reduce is an `auto_functionalized_v2` node.
 
     all_reduce ─ getitem 0 ─ add ┬─ (to float32) ┬───────────── mul ─ mul by weight ─ (back) ┬─ (quantise)
                         residual ┘               └ square, mean, + eps, rsqrt ┘              └─ other users

@@ -1,7 +1,4 @@
-"""Copies the launcher's umask, cores, limits and signal mask to the ranks.
-
-Otherwise the ranks would have the values of the fork server.
-"""
+"""Copies the launcher's umask, cores, limits and signal mask to the ranks, which otherwise have the fork server's."""
 
 from __future__ import annotations
 

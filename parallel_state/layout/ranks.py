@@ -51,7 +51,6 @@ class Grid:
         return prod(size for _, size in self.axes[: self.names.index(axis)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns `rank`'s position on each axis."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in 0 … {self.world_size - 1}, but is {rank}")
         position = {}

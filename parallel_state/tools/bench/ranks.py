@@ -84,9 +84,9 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
-    """Measures all operations, and calls `show(rows, facts)` on rank 0 after each. Every rank must call this.
+    """Measures all operations, and calls `show(rows, device_facts)` on rank 0 after each. Every rank must call this.
 
-    `facts` describes the device and the communicators. Returns True if a candidate failed.
+    Returns True if a candidate failed.
     """
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)

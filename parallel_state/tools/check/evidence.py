@@ -167,7 +167,7 @@ def outliers(values: Mapping[K, float], ratio: float, *, high: bool = True) -> I
     """Yields key, value and median for each value that is too high, or too low if `high` is False.
 
     Such a value differs from the median by a factor of more than `ratio` (2 `ratio` for fewer than four values) and by
-    more than three standard deviations, estimated from the median absolute deviation of the logarithms.
+    more than three standard deviations, which are estimated robustly.
     """
     if len(values) < 2 or min(values.values()) <= 0:
         return

@@ -1,7 +1,7 @@
 """Measures the links between hosts over TCP: reachability, speed, clock offsets.
 
-One rank of each host listens at gloo's address, on a port that the kernel chooses. A firewall or a wrong interface
-therefore has the same effect as in the job.
+One rank of each host listens at gloo's address. A firewall or a wrong interface therefore has the same effect as in the
+job.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sends traffic through all groups of the layout. Checks the results, then measures.
 
-All groups of a kind work at the same time. Values are small integers in float32, whose sums are exact in any order.
+All groups of a kind work at the same time. Values are small integers, whose float32 sums are exact.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, a panel for one rank.
 
-`page.js` computes groups from the axes, as `layout.Grid` does. It never inserts texts as HTML.
+`page.js` computes groups from the axes, as `layout.Grid` does.
 """
 
 from __future__ import annotations
