@@ -1,7 +1,6 @@
-"""Wraps the control plane's store in a C++ class for torch.
+"""Wraps the control plane's key-value store in a C++ class for torch.
 
-A Python store would make torch's own threads (NCCL's monitor, gloo's lazily connected pairs) wait for the interpreter
-lock, and isn't safe when the interpreter exits.
+A Python store would make torch's own threads wait for the interpreter lock, and isn't safe when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def try_load() -> Any:
 
 def for_torch(store: Any) -> Any:
     """Returns a C++ client for the server of `store`, or `store` itself if it isn't a ControlStore or the compiled
-    module is missing. torch's C++ code doesn't keep a returned ControlStore alive, so the caller must.
+    module is missing. The caller must keep a returned ControlStore alive.
     """
     module = try_load() if isinstance(store, ControlStore) else None
     if module is None:

@@ -37,15 +37,14 @@ from device_communicators.routing.failures import counted_from_begin
 logger = logging.getLogger("parallel_state")
 
 _HOOKS_LIMIT = timedelta(seconds=32)
-"""Longest wait at exit for torch's failure hooks. Twice the default of TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC."""
+"""Longest wait at exit for torch's failure hooks: twice the default of TORCH_FR_WAIT_TIMEOUT_DUMP_MILSEC."""
 
 _GROUPS: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def create(options: Any, backend_options: Any = None) -> Any:
-    """torch calls this on every rank with its DistributedBackendOptions.
-
-    With `enable_reconfigure` the backend has no members until `reconfigure` is called.
+    """Returns the backend of a new group. torch calls this with its DistributedBackendOptions and the program's
+    `pg_options`. With `options.enable_reconfigure`, the group has no members before `reconfigure`.
     """
     _check_backend_options(backend_options)
     if not getattr(options, "enable_reconfigure", False):
@@ -72,10 +71,11 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Every rank of the group calls this. `world`: the ranks whose deaths fail the group; default: `World.of`.
+    """Returns the backend of a group. Every rank of the group calls this.
 
-    If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
-    Raises CommunicationError if ranks are missing.
+    `world`: the ranks whose deaths fail the group; by default, `World.of` returns them. If a rank of the world has no
+    compiled module, all groups of the world use gloo, and each host logs one warning. Raises CommunicationError if
+    ranks don't call this in time.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank
@@ -150,7 +150,6 @@ def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None
 
 
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
-    """Creates the group over gloo. Warns, because gloo detects deaths only by broken connections and at deadlines."""
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
         world.has_warned = True

@@ -17,17 +17,17 @@ from device_communicators.cpu.native_build import BuildError, Recipe, Unit
 
 SOURCES = Path(__file__).parent / "csrc"
 LEAN = SOURCES / "lean"
-"""Replaces the headers of torch that take the longest to compile."""
+"""Folder with replacements of the torch headers that take the longest to compile."""
 _NAME = "parallel_state_c10d"
 _IMPORTING = threading.Lock()
 _NO_TIMEOUT = Timeout(0.0)
-"""`extended_deadline` adds its seconds to this. The compiled module adds the sum to its own timeouts."""
+"""0 s plus the extra time of `extended_deadline`. The compiled module adds it to its own timeouts."""
 _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Returns the imported module and "", or None and the reason."""
+    """Returns the imported module and "", or None and why loading failed."""
     try:
         path, problem = native.find_or_compile(recipe())
         if path is not None and native.is_packaged(path):
@@ -68,13 +68,13 @@ def _import_once(path: Path) -> tuple[Any, str]:
 
 @cache
 def compile_ahead() -> None:
-    """Compiles the module before a deadline starts. Ignores errors, which `try_load` returns."""
+    """Compiles the module before a deadline starts to run. Ignores errors: `try_load` returns them."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         native.compile_together([native.wanted_recipe(), recipe()])
 
 
 def recipe() -> Recipe:
-    """Raises BuildError if Python's headers are missing."""
+    """Returns how to compile the module. Raises BuildError if Python's headers are missing."""
     sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")

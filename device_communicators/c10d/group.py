@@ -64,8 +64,6 @@ _NOBODYS_TAG = (1 << 31) - 1
 def as_torch_error(error: BaseException) -> BaseException:
     """Returns `error`. A CommunicationError is returned as a subclass that also derives from torch's DistBackendError,
     which programs catch.
-
-    If torch's autograd raises a new error with the same text, `routing.failures.error_of` finds the original.
     """
     if not isinstance(error, CommunicationError):
         return error
@@ -96,8 +94,8 @@ def _restore_torch_error(*reduced: Any) -> CommunicationError:
 
 
 class Group:
-    """If a signal handler raised an exception during a call, the methods that return errors raise this exception
-    instead.
+    """The Python state of one group. If a signal handler raised an exception during a call, the methods that return
+    errors raise this exception instead.
     """
 
     def __init__(
@@ -109,7 +107,9 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """Connects the group's ranks. `is_worlds`: closing this group also closes `world`."""
+        """Connects the group's ranks. `is_worlds`: True if closing this group also closes `world`. `create`: the
+        function `create_group`.
+        """
         self._store = store
         self._members = members
         self._memory = memory
@@ -140,19 +140,23 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[int], None] = lambda error_type: None
-        """Reports a failure to the compiled backend, which sets this attribute, `shut_down` and `logged_calls`."""
+        """Reports a failure, a value of torch's ErrorType, to the compiled backend. That backend sets this attribute,
+        `shut_down` and `logged_calls`.
+        """
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
         world.watcher.on_death.append(self._note_death)
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """None (collectives then use gloo) without the compiled library, or if only the hosts' leads are connected."""
+        """Runs the group's collectives. None (gloo then runs them) without the compiled library, or if only the hosts'
+        leads are connected.
+        """
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None
 
     def operations(self) -> list[Operation]:
-        """Returns the last calls, except calls over gloo."""
+        """Returns the group's last calls, except calls over gloo."""
         return sorted(
             (
                 Operation(
@@ -226,7 +230,7 @@ class Group:
         return self._memory.backed_bytes()
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """`status` is a value of the enum in csrc/group.h."""
+        """Returns the error of a failed collective. `status`: its `Status` of csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -258,7 +262,7 @@ class Group:
         return str(self._alone.library.path), self._alone.number
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error of a call that begins after a failure of the group, or after an unreported death."""
+        """Returns the error for a call that begins after the group failed, or after a death that no call reported."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -332,7 +336,7 @@ class Group:
         return (ForkedError if is_forked else UsageError)(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """All ranks must call this, because the first call connects them."""
+        """Returns the group's gloo backend. All ranks must call this, because the first call connects them."""
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
@@ -351,8 +355,7 @@ class Group:
     def _connect_gloo(self) -> None:
         """Connects all ranks over gloo by a barrier.
 
-        Otherwise gloo connects two ranks at their first transfer. That call would block, without running signal
-        handlers, until the peer's transfer.
+        Otherwise gloo connects two ranks in their first transfer, which blocks without running signal handlers.
         """
         context, started = replace(self.context, make_cpu_group=lambda: self._gloo), time.monotonic()
         try:
@@ -378,9 +381,10 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """After `timeout`, rank 0 names the first missing rank, or all if `wait_all_ranks`.
+        """Waits for all ranks, on rank 0 at most `timeout`.
 
-        Raises CollectiveTimeoutError; the group stays usable.
+        If ranks are missing, raises CollectiveTimeoutError, which names the first of them, or all if `wait_all_ranks`.
+        The group stays usable.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s

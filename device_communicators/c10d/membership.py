@@ -1,7 +1,7 @@
 """Groups whose members change: `init_process_group("parallel_state", enable_reconfigure=True)`.
 
-Each process serves a key-value store, also while it is in no group. A group uses the store of its member with the
-lowest handle, because that process is alive.
+Each process serves a key-value store, also while it is in no group. A group uses the store of the member with the
+lowest `Handle`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FORMAT = "parallel_state/1"
 
 
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
-    """Creates a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15."""
+    """Returns a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15."""
     if not hasattr(module, "make_reconfigurable"):
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -96,7 +96,7 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """The compiled `ReconfigurableBackend` calls these methods."""
+    """Changes the members of one group. The compiled `ReconfigurableBackend` calls the methods."""
 
     end_group: Callable[[], None]
     """Ends the group's calls and releases the group. Set by the compiled backend."""
@@ -141,10 +141,11 @@ class Membership:
         hints: Mapping[str, str],
     ) -> Any:
         """Creates a group of the processes with these handles and returns its backend. Each of these processes must
-        call this.
+        call this with the same new `uuid`.
 
-        The previous group ends once the arguments are checked. If this raises CommunicationError, the process has no
-        group; call this again with another uuid.
+        `is_ordered`: True if ranks follow the order of `handles`, else their sorted order. `hints` must be empty. The
+        previous group ends once the arguments are checked. If this raises CommunicationError, the process has no group;
+        call this again with another uuid.
         """
         if not self._lock.acquire(blocking=False):
             raise UsageError("reconfigure is under way in another thread of this process; wait until that call returns")

@@ -23,13 +23,13 @@ from device_communicators.base.torch_internals import (
 
 NAME = "parallel_state"
 _TRUSTED = ("torch", "parallel_state", "device_communicators")
-"""Packages for which `dist.get_backend` returns "parallel_state", because they create groups with this name. Other
-callers get "gloo".
+"""Code in these packages gets "parallel_state" from `dist.get_backend`, because it creates groups with the returned
+name. Other code gets "gloo".
 """
 
 
 def register() -> None:
-    """Doesn't change torch's default backend for a device. Idempotent."""
+    """Registers the backend for CPU tensors. torch's default backends stay the same. Idempotent."""
     import torch.distributed as dist
 
     if dist.is_available() and not has_plugin(NAME):
@@ -44,7 +44,7 @@ def _open_torch() -> None:
 
 
 def _open_monitored_barrier() -> None:
-    """torch's `dist.monitored_barrier` accepts only groups with the name gloo."""
+    """Makes `dist.monitored_barrier` accept groups of this backend."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 
@@ -64,7 +64,7 @@ def _open_monitored_barrier() -> None:
 
 
 def _open_set_pg_timeout() -> None:
-    """Before torch 2.15, torch's `_set_pg_timeout` supports only gloo and NCCL."""
+    """Before torch 2.15, makes torch's `_set_pg_timeout` support this backend."""
     import torch
     import torch.distributed as dist
 

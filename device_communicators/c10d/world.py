@@ -35,15 +35,15 @@ class World:
         call: str = "",
         address: str | None = None,
     ) -> None:
-        """`ranks`: global. Errors name the function `caller`. `may_borrow`: True to share an existing watcher of the
-        same ranks. `call`: arguments that must be equal on all ranks; see `meet`. `address`: this host's address, as
-        other ranks use it; default: the one from which this host reaches the store.
+        """`ranks`: the world's global ranks. Errors name the function `caller`. `may_borrow`: True to share an existing
+        watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`. `address`: this host's
+        address, as other ranks use it; default: the one from which this host reaches `store`.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._call = caller, call
         self._is_borrowed = shared is not None
         self.watcher = shared or Watcher()
-        """Shared if `ParallelGroups` already watch these ranks."""
+        """Shared with `ParallelGroups` if these already watch the ranks."""
         self.domain = FailureDomain(ranks)
         self.address = address_of(store.raw) if address is None else address
         self.neighbours: tuple[int, ...] = ()
@@ -53,14 +53,14 @@ class World:
         """Why all groups use gloo, or ""."""
         self.has_warned = False
         self.outlives_store = False
-        """See `lasting_store`."""
+        """True if groups change to another store after their creation; see `lasting_store`."""
         self.owns_store = False
-        """True if nothing else uses the timeout of the store with which this world is created."""
+        """True if nothing else uses the timeout of this world's store."""
         self.leaves_in_background = False
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the current world if it contains these ranks; else creates a world. The default group (`is_default`)
+        """Returns the current world if it contains `ranks`; else creates a world. The default group (`is_default`)
         always gets a new world.
         """
         with _LOCK:
@@ -74,7 +74,7 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns None if the default group isn't of this backend or doesn't contain all these ranks."""
+        """Returns the current world's watcher, or None if there is none or it doesn't watch all `ranks`."""
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher
@@ -84,8 +84,8 @@ class World:
             World._current = self
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
-        """Connects the ranks to the control plane. Each rank of the first group calls this. Returns why all groups must
-        use gloo, or "". `problem`: why this rank needs gloo, or "".
+        """Connects the ranks to the control plane. Each rank of the world's first group calls this. Returns why all
+        groups must use gloo, or "". `problem`: why this rank needs gloo, or "".
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
@@ -117,7 +117,7 @@ class World:
         return store if found is None else BoundedStore(for_torch(found.raw))
 
     def hand_over(self, world: World) -> None:
-        """Makes `world` the current world. Call this before this world's group is destroyed."""
+        """Makes `world` the current world instead of this one. Call this before this world's group is destroyed."""
         with _LOCK:
             if World._current is self:
                 World._current = world
