@@ -44,6 +44,7 @@ def in_words(answer: bytes) -> str:
 
 def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
     """Sends `text` to the process at `address` and returns the reply of its callback `on_question`; see `World.meet`.
+    `token`: that process's secret.
 
     Raises OSError for connection failures and timeouts, ForeignServiceError if another kind of service listens at
     `address`, and ConfigMismatchError for another version of the protocol.
@@ -80,8 +81,8 @@ class Request:
             self._library.ps_store_end(handle)
 
     def wait(self) -> tuple[int, bytes]:
-        """Waits for the reply and returns (0, reply), or an error as (errno of `Request::wait` in
-        csrc/guest.h, text).
+        """Waits for the reply. Returns (0, reply), or an error as (errno, text); see `Request::wait` in
+        csrc/guest.cpp.
         """
         while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
             pass

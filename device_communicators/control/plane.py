@@ -77,7 +77,7 @@ def greeter(greeting: bytes) -> int:
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
-"""A reply, or a function that later passes the reply to its argument."""
+"""A reply to a question, or a function that gets a callback and later calls it with the reply."""
 
 _OPEN: WeakSet[World] = WeakSet()
 
@@ -142,7 +142,7 @@ class Change(NamedTuple):
 class Verdict(NamedTuple):
     kind: str
     """One of "agreed", "ended", "missing" and "undecided". If agreed, `values` has the ranks' values, in the order of
-    the call's ranks. Otherwise `ranks` names the ranks that ended, are missing, or are undecided.
+    `World.agree`'s `ranks`. Otherwise, the field `ranks` has the ranks that ended, are missing, or didn't answer.
     """
     values: list[bytes]
     ranks: list[int]
@@ -165,9 +165,9 @@ class World:
     ) -> None:
         """Listens at `address` and serves a key-value store; see `ControlStore`.
 
-        `port`: if None, a free port is chosen, within PARALLEL_STATE_PORTS if set. `token`: secret of the clients;
-        random if empty. `limit_s`: time without messages after which a host counts as unreachable. Raises ControlError
-        if listening fails, or ResourceLimitError if a resource ran out.
+        `port`: None for a free port, within PARALLEL_STATE_PORTS if set. `token`: secret of the clients; random if
+        empty. `limit_s`: time without messages after which a host counts as unreachable. `beat_s`: time between two
+        heartbeats. Raises ControlError if listening fails, or ResourceLimitError.
         """
         exits.prepare()
         _leave_at_exit()
@@ -253,7 +253,9 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Starts the thread that answers other ranks' questions and runs callbacks, if it doesn't run yet."""
+        """Starts the thread that runs callbacks, if it doesn't run yet. `on_question`, `look`: see `meet`; None keeps
+        the current one.
+        """
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
             return
@@ -273,7 +275,7 @@ class World:
     ) -> Verdict:
         """Sends `value` and returns the decision: the values of all ranks, or why these ranks can't agree.
 
-        Each of `ranks` calls this with the same arguments; a repetition needs another `attempt`.
+        Each of `ranks` calls this with the same `purpose`, `attempt` and `ranks`. A repetition needs another `attempt`.
 
         Returns at most 0.5 s after `give_up()` returns True. If the result is "undecided", other ranks can get another
         result. Raises ControlError if this process leaves the world, and ConfigMismatchError for another version of the
@@ -359,8 +361,8 @@ class World:
         return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """Makes the waits of the C++ group `group` end when a rank of `domain` dies. `ranks`: the group's ranks on this
-        host, in the group's order.
+        """Makes the waits of the C++ group `group` end when a rank of `domain` dies. `ranks`: the group's global ranks,
+        in its order.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
@@ -375,8 +377,8 @@ class World:
             self._report(self._procs[rank], _UNREACHABLE, text)
 
     def record(self) -> bytes:
-        """Returns the control plane's last events, 32 to 64 KiB, or b"" if there was no memory for them. The events
-        can contain secret tokens that were passed to `agree`.
+        """Returns the last events that this control plane recorded (32 to 64 KiB, encoded for `describe`), or b"" if
+        there was no memory for them. They can contain secret tokens that were passed to `agree`.
         """
         return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
 
@@ -421,8 +423,8 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits for the decision of an agreement, in C++ in the calling thread. Slow callbacks in the callback thread
-        then can't delay the decision.
+        """Waits for the decision of an agreement, in C++ in the calling thread, so that slow callbacks
+        can't delay it.
         """
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:

@@ -1,6 +1,7 @@
-"""A torch `Store` that sends requests to the store that a `World` serves (csrc/store.h).
+"""A torch `Store` that sends requests to the store that a `control.plane.World` serves (csrc/store.h).
 
-Client and server prove to each other that they have the token. Requests and replies have MACs, but aren't encrypted.
+Client and server prove to each other that they have the same secret token. Requests and replies have MACs, but aren't
+encrypted.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class ControlStore(dist.Store):
 
     Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
     can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError
-    for another kind of service, or a ConfigMismatchError for another version of the protocol. torch's C++ code doesn't
-    keep this object alive.
+    for another kind of service, or a ConfigMismatchError for another protocol version. torch's C++ code doesn't keep
+    this object alive.
     """
 
     served_by: int | None = None
@@ -47,13 +48,15 @@ class ControlStore(dist.Store):
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Doesn't connect. `timeout_s` is the timeout of each request."""
+        """Doesn't connect yet. `address` and `token`: of the server. `timeout_s`: of each request. `name`:
+        for errors.
+        """
         super().__init__()
         self.address = address
         self._name = name
         self.library, self._token = library, token
         self._client = 0
-        """The client's number in C++; 0 until the host's name is resolved."""
+        """This client's number in C++; 0 until the host's name is resolved."""
         self._is_numeric = is_numeric(address[0])
         self._held: list[Request] = []
         self.set_timeout(timedelta(seconds=timeout_s))
@@ -165,8 +168,8 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns C++'s handle of the client. Raises OSError if resolving the host's name takes over
-        max(limit_s, 2 s).
+        """Returns this client's number in C++. Raises OSError if resolving the host's name takes over 2 s and over
+        `limit_s`.
         """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))
