@@ -73,9 +73,8 @@ def _check_backend_options(options: Any) -> None:
 def create_group(options: Any, world: World | None = None) -> Any:
     """Returns the backend of a group. Every rank of the group calls this.
 
-    `world`: the ranks whose deaths fail the group; by default, `World.of` returns them. If a rank of the world has no
-    compiled module, all groups of the world use gloo, and each host logs one warning. Raises CommunicationError if
-    ranks don't call this in time.
+    `world`: the ranks whose deaths fail the group; default: `World.of`. If a rank of the world has no compiled module,
+    all groups of the world use gloo, and each host logs one warning. Raises CommunicationError if ranks are missing.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank

@@ -27,7 +27,7 @@ _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Returns the imported module and "", or None and why loading failed."""
+    """Returns the imported module and "", or None and the reason."""
     try:
         path, problem = native.find_or_compile(recipe())
         if path is not None and native.is_packaged(path):

@@ -140,9 +140,7 @@ class Group:
             self._connect_gloo()
         self._first_failure: CommunicationError | None = None
         self.note_failure: Callable[[int], None] = lambda error_type: None
-        """Reports a failure, a value of torch's ErrorType, to the compiled backend. That backend sets this attribute,
-        `shut_down` and `logged_calls`.
-        """
+        """Reports a failure to the compiled backend, which sets this attribute, `shut_down` and `logged_calls`."""
         self.shut_down: Callable[[], None] = lambda: None
         self.logged_calls: Callable[[], list[tuple[Any, ...]]] = list
         world.watcher.on_death.append(self._note_death)
@@ -230,7 +228,7 @@ class Group:
         return self._memory.backed_bytes()
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error of a failed collective. `status`: its `Status` of csrc/group.h."""
+        """Returns the error of a failed collective. `status`: its `Status` in csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -254,15 +252,17 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Creates a group of this rank alone, for a `c10d::Window`. Returns the compiled library's path, and the
-        group's number in that library.
+        """Creates a group of this rank alone, for a `c10d::Window`. Returns the compiled library's path and the group's
+        number in it.
         """
         if self._alone is None:
             self._alone = group_of_one(self.context)
         return str(self._alone.library.path), self._alone.number
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error for a call that begins after the group failed, or after a death that no call reported."""
+        """Returns the error of a call that begins after a failure of the group, or after a death that no
+        call reported.
+        """
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -381,10 +381,8 @@ class Group:
         return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
-        """Waits for all ranks, on rank 0 at most `timeout`.
-
-        If ranks are missing, raises CollectiveTimeoutError, which names the first of them, or all if `wait_all_ranks`.
-        The group stays usable.
+        """Waits for all ranks. After rank 0's `timeout`, raises CollectiveTimeoutError, which names the first missing
+        rank, or all if `wait_all_ranks`. The group stays usable.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s

@@ -143,7 +143,7 @@ class Membership:
         """Creates a group of the processes with these handles and returns its backend. Each of these processes must
         call this with the same new `uuid`.
 
-        `is_ordered`: True if ranks follow the order of `handles`, else their sorted order. `hints` must be empty. The
+        `is_ordered`: True if ranks follow the order of `handles`, else the sorted order. `hints` must be empty. The
         previous group ends once the arguments are checked. If this raises CommunicationError, the process has no group;
         call this again with another uuid.
         """
@@ -166,7 +166,6 @@ class Membership:
     def _check(
         self, uuid: int, handles: Collection[str], is_ordered: bool, hints: Mapping[str, str]
     ) -> tuple[list[Handle], int]:
-        """Checks the arguments of `reconfigure`. Returns the members by rank, and this process's rank."""
         if hints:
             raise UnsupportedError(
                 f'reconfigure got hints {sorted(hints)}, but the backend "parallel_state" supports none: pass no hints'

@@ -53,7 +53,7 @@ class World:
         """Why all groups use gloo, or ""."""
         self.has_warned = False
         self.outlives_store = False
-        """True if groups change to another store after their creation; see `lasting_store`."""
+        """True if groups later use another store; see `lasting_store`."""
         self.owns_store = False
         """True if nothing else uses the timeout of this world's store."""
         self.leaves_in_background = False
@@ -74,7 +74,7 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns the current world's watcher, or None if there is none or it doesn't watch all `ranks`."""
+        """Returns the current world's watcher, or None if there is no such world or it doesn't watch all `ranks`."""
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher
@@ -117,7 +117,7 @@ class World:
         return store if found is None else BoundedStore(for_torch(found.raw))
 
     def hand_over(self, world: World) -> None:
-        """Makes `world` the current world instead of this one. Call this before this world's group is destroyed."""
+        """Makes `world` the current world. Call this before this world's group is destroyed."""
         with _LOCK:
             if World._current is self:
                 World._current = world

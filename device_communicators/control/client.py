@@ -47,7 +47,7 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
     `token`: that process's secret.
 
     Raises OSError for connection failures and timeouts, ForeignServiceError if another kind of service listens at
-    `address`, and ConfigMismatchError for another version of the protocol.
+    `address`, and ConfigMismatchError for another protocol version.
     """
     hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
     client = library.ps_store_client(hosts.encode(), address[1], token.encode())

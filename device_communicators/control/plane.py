@@ -165,8 +165,8 @@ class World:
     ) -> None:
         """Listens at `address` and serves a key-value store; see `ControlStore`.
 
-        `port`: None for a free port, within PARALLEL_STATE_PORTS if set. `token`: secret of the clients; random if
-        empty. `limit_s`: time without messages after which a host counts as unreachable. `beat_s`: time between two
+        `port`: None for a free port, within PARALLEL_STATE_PORTS if set. `token`: secret that clients must have; random
+        if empty. `limit_s`: time without messages after which a host counts as unreachable. `beat_s`: time between two
         heartbeats. Raises ControlError if listening fails, or ResourceLimitError.
         """
         exits.prepare()
@@ -278,8 +278,8 @@ class World:
         Each of `ranks` calls this with the same `purpose`, `attempt` and `ranks`. A repetition needs another `attempt`.
 
         Returns at most 0.5 s after `give_up()` returns True. If the result is "undecided", other ranks can get another
-        result. Raises ControlError if this process leaves the world, and ConfigMismatchError for another version of the
-        protocol.
+        result. Raises ControlError if this process leaves the world, and ConfigMismatchError for another protocol
+        version.
         """
         if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
             raise InvalidArgumentError(
@@ -362,7 +362,7 @@ class World:
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
         """Makes the waits of the C++ group `group` end when a rank of `domain` dies. `ranks`: the group's global ranks,
-        in its order.
+        in order.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
@@ -552,8 +552,8 @@ def describe(library: Any, record: bytes) -> str:
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """Returns the bytes that `fill(buffer, size)` writes. `fill` returns the needed size and is repeated if the buffer
-    was too small.
+    """Returns the bytes that `fill(buffer, size)` writes. `fill` returns the needed size, and is called again if the
+    buffer was too small.
     """
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):

@@ -37,8 +37,7 @@ class ControlStore(dist.Store):
 
     Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
     can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError
-    for another kind of service, or a ConfigMismatchError for another protocol version. torch's C++ code doesn't keep
-    this object alive.
+    for another kind of service, or a ConfigMismatchError for another protocol version.
     """
 
     served_by: int | None = None
