@@ -73,11 +73,11 @@ class QueueMemory:
 
 
 TENSORS, MESSAGES = 0, 1
-"""Plain tensors; objects and tensor dicts."""
+"""Kinds of messages: single tensors; objects and tensor dicts."""
 KINDS = 2
 SHAPE = Shape(128 << 10, 16)
-"""Bytes per chunk, and chunks per queue. A message of 2 MiB takes 1.15 times as long with chunks of 64 KiB, and twice
-as long with 256 KiB.
+"""Bytes per chunk, and chunks per queue. Messages of 2 MiB take 1.15 times as long with chunks of 64 KiB, and twice as
+long with 256 KiB.
 """
 
 
@@ -92,7 +92,7 @@ def _control_bytes(readers: int) -> int:
 
 class Channels:
     """This rank's ends of its group's message queues. Thread-safe. Owns the C++ object at address `liveness`, which
-    ends waits when a rank dies.
+    ends waits when a rank dies. `spin_ns`, `yields`: see `wait_policy`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Channels:
 
     @property
     def broadcasts(self) -> int:
-        """Number of broadcasts so far, including those by C++. Equal on all ranks."""
+        """Number of messages broadcast so far, also by C++. Equal on all ranks."""
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
@@ -153,8 +153,8 @@ class Channels:
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """Returns the queue from `src` to this rank, or with `broadcast` from `src` to all others. `kind`: TENSORS or
-        MESSAGES.
+        """Returns the queue from `src` to this rank, or with `broadcast` from `src` to all others.
+        `kind`: TENSORS or MESSAGES.
         """
         key = (src, kind | KINDS if broadcast else kind)
         place = src, None if broadcast else self.members.rank, kind
@@ -205,7 +205,7 @@ class Channels:
         return index * SHAPE.data_bytes, self.memory.control_address + control, readers
 
     def written_rings(self) -> tuple[list[int], list[int]]:
-        """Returns the offsets of queues with messages from this rank, and the ranks that have not read everything."""
+        """Returns the offsets of queues that this rank has written, and the ranks that have not read everything."""
         me, size = self.members.rank, len(self.members.ranks)
         ends: list[tuple[int | None, int]] = [(dst, kind) for dst in range(size) for kind in range(KINDS) if dst != me]
         offsets, unread = [], set[int]()

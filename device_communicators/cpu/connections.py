@@ -42,7 +42,7 @@ _SECOND_PROBE_S = 0.4
 class Meeting(NamedTuple):
     members: GroupMember
     gather: Callable[[bytes], list[bytes]]
-    """Returns each rank's bytes. Every rank must call this."""
+    """Exchanges bytes: returns those of each rank. Every rank must call this."""
     watcher: Watcher
     watched: Sequence[int]
     """Global ranks whose death ends the wait for connections."""
@@ -53,13 +53,13 @@ class Meeting(NamedTuple):
 
 
 class Connections:
-    """By peer rank. The two ranks of a pair list their connections in the same order."""
+    """A rank's TCP connections, by peer rank. Both ranks of a pair list them in the same order."""
 
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
-        """`early_bytes`: how much this rank may send to each peer before the peer receives. `granted_bytes`: how much
-        each peer may send to this rank.
+        """`early_bytes`: how many bytes this rank may send to each peer before the peer's receive begins.
+        `granted_bytes`: how many each peer may send to this rank.
         """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
@@ -67,8 +67,8 @@ class Connections:
         self._unanswered: dict[socket.socket, float] = {}
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the ranks whose hosts acknowledged nothing for `limit_s`. Silence is measured from call to call, so
-        this must be called several times within `limit_s`.
+        """Returns the peers whose hosts acknowledged nothing for `limit_s`. Silence is measured from call to call, so
+        call this several times within `limit_s`.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -103,8 +103,8 @@ class Connections:
 
 
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Connects this rank with `peers`. Every rank must call this, and each peer must list this rank. If one rank can't
-    listen, all raise CommunicationError.
+    """Connects this rank with `peers`. Every rank must call this, and each peer must list this rank. `address`: where
+    this rank listens; None for the addresses that gloo uses. If one rank can't listen, all raise CommunicationError.
     """
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
@@ -220,8 +220,8 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts a connection for each of `keys` (peer's rank, connection's number) and stores it in `made`. Closes other
-    connections.
+    """Accepts a connection for each of `keys` (peer's rank, connection's number) into `made`. Closes connections that
+    don't send `token`.
     """
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
     poll = select.poll()

@@ -12,11 +12,11 @@ from device_communicators.cpu.native_build import BuildError
 _SHAPE = (2, 3)
 _BYTES = 24
 _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10TensorBaseE")
-"""Names of THPVariable_Wrap in different versions of torch."""
+"""Mangled names of THPVariable_Wrap in different versions of torch."""
 
 
 def check(library: Any) -> None:
-    """Makes a small tensor in C++, and describes it there. Raises BuildError if torch finds another tensor."""
+    """Makes a small tensor in C++, and reads it in Python and in C++. Raises BuildError if a result is wrong."""
     import torch
 
     from device_communicators.calls.user_call import DTYPE_NUMBERS

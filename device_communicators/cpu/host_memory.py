@@ -46,9 +46,7 @@ _MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
 def prepare() -> None:
-    """Does what only the first group of a process needs, so that no other rank waits for it later: reads files about
-    this host's cores (4 ms), and registers the process for the kernel's memory barriers (15 ms).
-    """
+    """Does slow work (19 ms) for this process's first group in advance, so that other ranks don't wait for it later."""
     cores.area_of(frozenset(cores.usable_cores()))
     with contextlib.suppress(native.NativeUnavailableError):
         native.load().ps_group_close(native.load().ps_group_new(None, 0, 0, 1, 0, 0, 0.0))
@@ -102,7 +100,7 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if adding each domain as a tree, and then the domains as a tree, adds all ranks as a tree."""
+        """Returns True if the domains are at most 64 blocks of equally many consecutive ranks, as TREE_SUM needs."""
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
         blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
         return self.domains == blocks and len(blocks) <= MAX_RANKS
@@ -120,7 +118,8 @@ class HostMemory:
 
         The deadline is the earliest of the group's timeout, the start-up timeout and `limit_s`. The exit of a rank in
         `watched`, by default the group's ranks, ends the wait. `cpu_group`: a gloo group, needed without a control
-        plane. Raises errors of `Watcher.gather` and `connect`, and ConfigMismatchError if ranks' settings differ.
+        plane. `purpose`: name of this call, equal on all ranks. Raises errors of `Watcher.gather` and `connect`, and
+        ConfigMismatchError if ranks' settings differ.
         """
         if self.attached:
             return
@@ -173,14 +172,13 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Every rank must call this."""
+        """Connects this rank with `peers`; see `connections.connect`. Every rank must call this."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
         return connect(meeting, peers, self._address)
 
     def _agreed(self, setting: str, values: Sequence[bool]) -> bool:
-        """Returns the setting's common value. If the values differ, raises ConfigMismatchError on all ranks."""
         members = self.members
         if len(set(values)) > 1:
             sides = [
@@ -193,7 +191,6 @@ class HostMemory:
         return values[0]
 
     def _all_have_descriptors(self, needed: int, gather: Callable[[str, bytes], list[bytes]]) -> bool:
-        """Returns True if every rank can open `needed` more files. Every rank must call this."""
         shortage = limits.descriptor_shortage(needed)
         if shortage:
             logger.info("%s has no connections between each two ranks: %s", self.members, shortage)
@@ -281,10 +278,10 @@ class HostMemory:
         return f"sent a message that global ranks {found} have not received" if unread else ""
 
     def suspend(self) -> None:
-        """Gives the memory of collective buffers, message queues and unused tensors back to the system. No call may be
-        running on any rank.
+        """Frees the memory of collective buffers, message queues and unused tensors. No call may be running on any
+        rank.
 
-        Does nothing on kernels before 5.14, because these can't allocate the memory again.
+        Does nothing on kernels before 5.14, which can't allocate the memory again.
         """
         if self.collectives is not None and native.load().ps_has_populate():
             native.load().ps_group_arena(self.collectives.number, True)
@@ -293,7 +290,7 @@ class HostMemory:
             self._is_suspended = True
 
     def resume(self) -> str:
-        """Allocates the memory that `suspend` gave back. Returns a text about missing memory, or an empty string."""
+        """Allocates the memory that `suspend` freed. Returns a text about missing memory, or an empty string."""
         if self.collectives is None or not native.load().ps_has_populate():
             return ""
         missing = sum(size for address, size in self._parts() if not native.load().ps_back(address, size, -1, 0))
@@ -380,8 +377,8 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates the buffers of `rank`, the calling rank, on its NUMA node. Rank 0 also allocates the rest of the mapped
-    memory. Huge pages are mapped now. Small ones are mapped at their first use: all 2 MiB of a rank would take 0.5 ms.
+    """Allocates the buffers of this rank, `rank` of `size`, on its NUMA node. Rank 0 also allocates the rest of the
+    mapped memory. Huge pages are mapped now, small ones at their first use: all 2 MiB of a rank would take 0.5 ms.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -488,7 +485,6 @@ class _Meeting:
                 self.apart = f"{len(sharing)} of its ranks are on one host, and {MAX_RANKS} at most share a segment"
 
     def map_memory(self) -> _Memory | None:
-        """Returns None if no other rank shares memory, or if mapping fails."""
         if len(self._sharing) == 1:
             return None
         try:
@@ -562,8 +558,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns for how many ns a waiting rank polls, and how many times the rank then yields its core. `group` and
-    `everyone` are core masks: of the group's ranks, and of all ranks on the host.
+    """Returns for how many ns a waiting rank polls, and how many times it then yields its core. `group` and `everyone`
+    are core masks: of the group's ranks, and of all ranks on the host.
 
     With more ranks than cores, ranks yield: polling would delay the awaited rank.
     """
@@ -576,5 +572,5 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Lengthens polling for receivers of messages, because a sleeping receiver gets a message 50 us later."""
+    """Lengthens `wait_policy`'s polling for receivers of messages: a sleeping receiver gets a message 50 us later."""
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

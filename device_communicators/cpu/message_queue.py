@@ -108,7 +108,7 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Later calls of this queue raise the same error."""
+        """Returns the error of a failed call. Later calls of this queue raise the same error."""
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -159,7 +159,7 @@ class _End:
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Returns False if a thread is still in a call; the memory must then stay mapped."""
+        """Frees this end. Returns False if a thread is still in a call; the memory must then stay mapped."""
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -181,7 +181,7 @@ class Message(NamedTuple):
     fingerprint: int = 0
     """Equal on sender and receiver: a broadcast's number, or 0 for other messages."""
     more_head: bytes | Pinned = b""
-    """Further bytes of the message's head, separate to avoid a copy."""
+    """Further bytes of the head, separate to avoid a copy."""
 
     @property
     def pieces(self) -> tuple[bytes | None, int, int]:
@@ -215,7 +215,7 @@ class _Sending:
 
 
 class Sender(_End):
-    """Messages arrive in the order of the calls. Thread-safe."""
+    """A queue's writing end. Messages arrive in the order of the calls. Thread-safe."""
 
     side = "writer"
 
@@ -225,7 +225,7 @@ class Sender(_End):
         self._writer = 0  # the thread that writes a message without the lock
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Returns once the program may change the tensors."""
+        """Sends `message`. Returns once the program may change its tensors."""
         writer = 0
         try:
             with self.lock:
@@ -262,7 +262,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """If the message doesn't fit into the queue, a thread sends the rest."""
+        """Starts to send `message`. If the message doesn't fit into the queue, a thread sends the rest."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -351,7 +351,7 @@ class Head(NamedTuple):
 
 
 class Receiver(_End):
-    """Callers must hold `lock` while they receive a message."""
+    """A queue's reading end. Callers must hold `lock` while they receive a message."""
 
     side = "reader"
 

@@ -23,10 +23,10 @@ _STATUS = 9
 
 
 class MessageStreams:
-    """All ranks must be connected with each other. Thread-safe."""
+    """A group's messages between hosts. All ranks must be connected with each other. Thread-safe."""
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
-        """`tag` must equal `Transfers.message_tag` in C++."""
+        """`tag`: that of messages, equal to `Transfers.message_tag` in C++."""
         self.transfers = transfers
         self._tag = tag
         self._senders: dict[int, StreamSender] = {}

@@ -3,7 +3,7 @@
 The *full* build contains the kernels of the registered ops, and works with one version of torch. The *plain* build
 needs neither torch nor Python.
 
-Ops use torch's unstable ABI. With the stable ABI, calls take 0.4 to 0.7 us longer and can't read requires_grad.
+Ops use torch's unstable ABI: with the stable ABI, calls take 0.4 to 0.7 us longer and can't read requires_grad.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ _METHODS_OF_C = (
     "ps_transfers_waiting", "ps_transfers_done", "ps_transfers_sending", "ps_window_putting", "ps_window_signalling",
     "ps_window_waiting",
 )  # fmt: skip
-"""Functions that take Python objects, which is faster than ctypes."""
+"""C functions that Python calls without ctypes, which is slower."""
 _CALLED_BY_C = (  # the fields of `Calling` in csrc/calling.h
     "PyLong_AsVoidPtr", "PyLong_FromLongLong", "PyEval_SaveThread", "PyEval_RestoreThread", "PyBytes_FromStringAndSize",
     "PyErr_Restore", "PyBytes_AsString", "PyBytes_Size", "Py_IncRef", "Py_DecRef", "PyErr_NoMemory",
@@ -222,7 +222,7 @@ _new_function = ctypes.PYFUNCTYPE(ctypes.py_object, c_void_p, ctypes.py_object, 
 _METHODS: list[_Method] = []
 
 QueueReport = c_int64 * 12
-"""As in csrc/queue.h."""
+"""Results of a queue's calls; see csrc/queue.h."""
 
 _restore_error = ctypes.PYFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(("PyErr_Restore", ctypes.pythonapi))
 
@@ -288,7 +288,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Compiles the library if necessary. Raises NativeUnavailableError if this fails."""
+    """Returns the library, compiled if necessary. Raises NativeUnavailableError if this fails."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -298,7 +298,7 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Prefers a build without torch if there is one: `load()` imports torch, which takes seconds."""
+    """Returns the build without torch if it is already compiled, else `load()`, which imports torch in some seconds."""
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -346,7 +346,7 @@ def is_packaged(path: Path) -> bool:
 
 
 def _find(recipe: Recipe, unfit: str = "") -> tuple[Path | None, str]:
-    """Returns the compiled file, or None and the reason. `unfit`: why not to return the wheel's file, if known."""
+    """Returns the compiled file, or None and the reason. `unfit`: why the wheel's file is unusable, or ""."""
     if not unfit and native_build.flaw_of_packaged(_PACKAGED, recipe) is None:
         return _PACKAGED / recipe.packaged_name, ""
     target = _target_of(recipe)
@@ -375,8 +375,8 @@ def find_or_compile(
 ) -> tuple[Path | None, str]:
     """Returns the path of the compiled file and "", or None and a reason. Compiles a missing file.
 
-    Before that, logs how long `recipe` and the recipes `announced_with`, compiled at the same time, usually take. Logs
-    nothing if `announced_with` is None.
+    Before that, logs how long `recipe` and `announced_with`, compiled at the same time, usually take. Logs nothing if
+    `announced_with` is None. `unfit`: see `_find`.
     """
     found, flaw = _find(recipe, unfit)
     if found is not None:
@@ -406,8 +406,8 @@ def _compile(
     announced_with: Sequence[Recipe] | None,
     unfit: str,
 ) -> tuple[Path | None, str]:
-    """Compiles `recipe`. Writes the reason of a failure to the lock's file, for waiting processes. The caller must hold
-    the lock.
+    """Compiles `recipe`. Writes the reason of a failure to the file of `lock`, which the caller must hold, for waiting
+    processes.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:

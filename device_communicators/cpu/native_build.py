@@ -1,7 +1,7 @@
 """Compiles the C++ sources here and in `control/`, for setup.py too.
 
 Each library links a few sources with the *base*, an object file of all other sources. Kernels choose their instruction
-set at run time, without `-march=native`.
+set at run time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTROL = Path(__file__).parents[1] / "control" / "csrc"
 FOLDERS = (SOURCES, CONTROL)
 _OF_TORCH = ("bindings.cpp", "direct.cpp", "ops.cpp")
 _FLAGS = ("-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-pthread")
-"""Contraction is off: results would differ on processors without fused multiply-add."""
+"""Floating-point contraction is off: results would differ on processors without fused multiply-add."""
 _TOGETHER = (
     ("-O3", "add_rms_norm reduce"),
     ("-O1", "agreement core end_listeners guest hmac record"),
@@ -41,9 +41,7 @@ _TOGETHER = (
 within a row.
 """
 WITH_TORCH = ("--param", "ggc-min-heapsize=1000000")
-"""Flags of a unit that includes torch's headers: GCC collects garbage only when it uses 1 GB, because each collection
-walks all of torch's headers.
-"""
+"""Flags of a unit with torch's headers: GCC collects garbage only at 1 GB, because each collection is slow."""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
 
@@ -70,7 +68,7 @@ class Recipe:
     for_torch: str = ""
     """The required build of torch; empty for any."""
     for_minor: str = ""
-    """The required minor version of torch, and its headers, of a file in a wheel."""
+    """For a file in a wheel: the required minor version of torch, and its headers' digest."""
     include_flags: tuple[str, ...] = ()
     """Flags that `digest` ignores, so that different environments share compiled files."""
     folders: tuple[Path, ...] = FOLDERS
@@ -114,7 +112,7 @@ def plain_recipe() -> Recipe:
 
 
 def full_recipe() -> Recipe:
-    """Raises ImportError if torch is missing."""
+    """Returns the recipe of the library with torch ops. Raises ImportError if torch is missing."""
     sources = tuple(SOURCES / name for name in ("ops.cpp", "direct.cpp", "bindings.cpp"))
     flags = torch_flags(sources)
     flags["link_flags"] += ("-Wl,-z,defs",)  # fails with a base that needs another C++ library
@@ -165,9 +163,7 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Returns a digest of the torch headers that `sources` include: two builds of one torch version can have different
-    headers.
-    """
+    """Returns a digest of the torch headers that `sources` include."""
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()
@@ -198,9 +194,7 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def flaw_of_packaged(folder: Path, recipe: Recipe) -> str | None:
-    """Returns the reason why the wheel's file can't be used, or None. The reason is empty if the wheel has none of the
-    kind.
-    """
+    """Returns why the wheel's file of `recipe` can't be used, "" if there is no such file, or None if it is usable."""
     packaged = folder / recipe.packaged_name
     try:
         digest, content = packaged.with_suffix(".digest").read_text().split()

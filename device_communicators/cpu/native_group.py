@@ -61,7 +61,7 @@ _COUNTED = (
     "all_reduce_add_rms_norm", "gather", "scatter", "all_gatherv", "reduce_scatterv", "send_list", "recv_list",
     "broadcast_list", "send_message", "recv_message", "broadcast_message", "send", "recv",
 )  # fmt: skip
-"""In the order of `Counted` in csrc/handle.h."""
+"""Operations counted in C++, in the order of `Counted` in csrc/handle.h."""
 _TO_ALL = ("broadcast_list", "broadcast_message")
 _MESSAGES_TO_ONE = ("send_list", "recv_list", "send_message", "recv_message")
 DTYPES = {
@@ -84,7 +84,7 @@ class QueueStatus:
 
 
 class Taken(NamedTuple):
-    """`waited_s` is the part of `took_s` spent waiting for other ranks."""
+    """Calls of one method. `waited_s` is the part of `took_s` spent waiting for other ranks."""
 
     calls: int
     took_s: float
@@ -123,11 +123,11 @@ class NativeGroup:
         self._failed_with = _FAILED
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
-        """Extends the group over several hosts. Must be called before the first collective. The group then owns the
+        """Extends the group over several hosts. Call this before the first collective. The group then owns the
         connections' descriptors.
 
-        `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16 are rounded before they are
-        sent.
+        `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16 are sent as bfloat16, not as
+        float32.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank
@@ -152,7 +152,9 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Raises the call's failure, or UsageError if another call is running."""
+        """Runs the collective `operation` in C++ with `args`. Raises its failure, or UsageError if another call is
+        running.
+        """
         user_call = user_call or current(operation)
         begin_sending()
         started = time.monotonic()
@@ -161,7 +163,7 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Gives a broadcast from `src` its place among the group's collectives. Every rank must call this before the
+        """Fixes the order of a broadcast from `src` among the group's collectives. Every rank must call this before the
         message is sent or received. `spin_ns`: how long a wait spins before it sleeps.
         """
         begin_sending()
@@ -356,14 +358,14 @@ class NativeGroup:
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """This rank's exit is then not reported as a death."""
+        """Announces that this rank leaves, so that its exit isn't reported as a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """The memory is freed when the last call returns."""
+        """Closes the group. The memory is freed when the last call returns."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -422,8 +424,8 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait. `place`: the suspected rank, or OUTSIDE. If a rank gave up, `reporter` is
-    that rank and `reason` its status. If a rank left, `reason` is 1.
+    """Returns the error of a failed wait. `status`: a `QueueStatus`. `place`: the suspected rank, or OUTSIDE. If a rank
+    gave up, `reporter` is that rank and `reason` its status. If a rank left, `reason` is 1.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

@@ -134,9 +134,9 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    The fields are functions. A function for one peer first takes the group's key, the peer's rank, and the method's
-    index in TRANSFERS. A function for broadcasts first takes the key and `UserCall.word`. Functions that don't return a
-    message return an `Outcome`.
+    The fields are functions. A function for one peer first takes the group's key (see `NativeGroup.serve`), the peer's
+    rank, and the method's index in TRANSFERS. A function for broadcasts first takes the key and `UserCall.word`.
+    Functions that don't return a message return an `Outcome`.
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -171,7 +171,7 @@ class PastPython:
 
 
 class PlainObjects:
-    """Calls hold the GIL, unlike ctypes' usual calls."""
+    """Encodes Python objects in C++. Calls hold the GIL, unlike ctypes' usual calls."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
@@ -271,7 +271,7 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns the offset of an object's type, or 0 if unknown. With 0, C++ calls the slower PyObject_Type."""
+    """Returns the byte offset of an object's type pointer, or 0 if unknown. C++ then calls the slower PyObject_Type."""
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):
@@ -280,7 +280,7 @@ def type_at() -> int:
 
 
 def tensor_at() -> int:
-    """Returns the offset of the pointer to TensorImpl in a Python tensor, or 0 if tensors differ in it."""
+    """Returns the byte offset of the pointer to TensorImpl in a Python tensor, or 0 if it differs between tensors."""
     plain = torch.empty(2, device="cpu")
     probes = [plain, torch.nn.Parameter(plain), torch.empty(2, 2, device="cpu").t()]
     for at in range(object.__basicsize__, torch.Tensor.__basicsize__, ctypes.sizeof(_Type)):

@@ -30,7 +30,7 @@ class SegmentError(Exception):
 
 
 class Segment:
-    """Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
+    """Call `unlink` when all ranks have opened the segment, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -81,8 +81,8 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Raises SegmentError if the file system is full, or with `leave_some` nearly full. Without this call, a later
-        write could kill the process.
+        """Allocates memory. Raises SegmentError if the file system is full, or with `leave_some` nearly full. Without
+        this call, a later write could kill the process.
         """
         try:
             if leave_some:

@@ -17,8 +17,8 @@ STRIPED_BYTES = 256 << 10
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects all ranks and returns the address of the C++ object that moves the data. Every rank must call this. The
-    caller closes the connections after `ps_transfers_delete`.
+    """Connects all ranks. Returns the address of the C++ object that moves the data, and the connections, which the
+    caller closes after `ps_transfers_delete`. Every rank must call this. A death in `watched` ends the wait.
     """
     members, collectives = memory.members, memory.collectives
     if collectives is None:

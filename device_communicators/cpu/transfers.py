@@ -78,7 +78,7 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
     """Returns the error of a failed transfer, or a TransferError with `text` if the connection broke. `needs_bytes`:
-    size of a queue that couldn't be allocated, or 0.
+    size of a queue that couldn't be allocated, or 0. `operation`: default: send or recv.
     """
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
@@ -151,7 +151,7 @@ class Transfers:
         tag: int = 0,
     ) -> None:
         """Owns the C++ object at `address`. C++ calls find the object by the group's number `group`, and send with
-        `tag`.
+        `tag`. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
         """
         self.members = members
         self._library = library
@@ -176,7 +176,7 @@ class Transfers:
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
-        """`x` must be contiguous. The program may change it afterwards."""
+        """Sends the contiguous `x`. The program may change `x` afterwards."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
@@ -312,7 +312,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Returns False if a thread is still in a transfer; the memory must then stay mapped."""
+        """Ends transfers. Returns False if a thread is still in one; the memory must then stay mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # the memory may be unmapped then
 

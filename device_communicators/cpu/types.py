@@ -1,7 +1,6 @@
-"""Classes of the compiled library's objects, for annotations in modules that every program imports.
+"""Names of the compiled library's classes, for annotations.
 
-The modules that define them load ctypes wrappers and compiler recipes, which only a group of several ranks needs. So at
-run time the names are `Any`.
+At run time the names are `Any`, because only groups of several ranks need the modules that define the classes.
 """
 
 from __future__ import annotations

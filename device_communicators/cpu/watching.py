@@ -28,7 +28,7 @@ _OWN_NAME_S = 2.0
 _ATTEMPT, _FIRST_CALL, _OTHER_CALL = "process/attempt", "process/call", "process/other_call"
 _TOKEN_BYTES = 8
 _CALLS_DIFFER = "calls differ"
-"""Value of `_ATTEMPT` once two ranks' calls differed. No rank starts another attempt then."""
+"""Value of the key `_ATTEMPT` after two ranks passed different `call`s. No rank then starts another attempt."""
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.001, 0.02
 _LOOKS_PER_S = 10_000
 _NEAR_S = 0.5
@@ -64,12 +64,12 @@ def meet(
     limit_s: float = float("inf"),
     call: str = "",
 ) -> list[str]:
-    """Exchanges `note`, which says why ranks can't be watched, or "". Each of the global `ranks` must call this.
-    Returns all notes. If all notes are empty, starts to watch the ranks.
+    """Exchanges `note`: a problem of this rank, `rank`, that prevents watching, or "". Each of the global `ranks` must
+    call this. Returns all notes. If all are empty, `watcher` starts to watch the ranks.
 
-    `store`: must have a prefix that only this call uses. `call`: arguments that must be equal on all ranks.
-    Raises RendezvousError with the missing ranks, PeerDiedError if the rank that serves the store exited, or
-    CallsDifferError at most 20 ms after two ranks passed different `call`s.
+    `store`: must have a prefix that only this call uses. `address`: see `listen`. `caller`: function named in errors.
+    `call`: arguments that must be equal on all ranks. Raises RendezvousError with the missing ranks, PeerDiedError if
+    the rank that serves the store exited, or CallsDifferError at most 20 ms after two ranks passed different `call`s.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)
@@ -146,8 +146,9 @@ class CallsDifferError(Exception):
 
 
 class _Roll:
-    """Each rank adds its entry to an attempt. The last rank writes all entries to one key. A rank that gives up closes
-    the attempt, so a retry never reads entries of processes that gave up.
+    """Exchanges entries of all ranks through a store. Each rank adds its entry to the current attempt; the last one
+    writes all entries to one key. A rank that gives up closes the attempt, so a retry never reads entries of processes
+    that gave up.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class _Roll:
         self._call, self._digest = call, hashlib.sha256(call.encode()).hexdigest() if call else ""
         self._attempts: list[str] = []
         self._near_attempt = ""
-        """The last attempt in which this rank's neighbours can read that it takes part."""
+        """The last attempt in which this rank published its PID to its neighbours."""
 
     def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
         """Exchanges the ranks' entries. Returns all entries in rank order and [], or at the deadline [] and the missing
@@ -191,7 +192,7 @@ class _Roll:
                 self._near.read(self._store, self._key(""))
 
     def _open(self) -> str:
-        """Returns the current attempt, or starts one. Raises CallsDifferError if its call differs."""
+        """Returns the current attempt, or starts one. Raises CallsDifferError if that attempt has another call."""
         own = secrets.token_hex(_TOKEN_BYTES) + self._digest
         found = self._store.compare_set(_ATTEMPT, "", own).decode()
         if found == own and self._call:
@@ -205,8 +206,8 @@ class _Roll:
         return found
 
     def _give_up(self) -> list[int]:
-        """Ends this attempt to exchange entries. Returns the ranks that took part in none of the attempts; if there are
-        none, the ranks that are missing from the last attempt.
+        """Closes the last attempt. Returns the ranks that took part in no attempt, or if all did, the ranks that are
+        missing from the last one.
         """
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
@@ -240,7 +241,7 @@ class _Roll:
         return entries
 
     def _clean_up(self, store: BoundedStore) -> None:
-        """Deletes the attempt's keys if all other ranks have done this call. Some stores can't delete."""
+        """Deletes the attempt's keys if all other ranks have called this before."""
         if self._near_attempt:
             store.delete_key(self._key(self._near.key))
         if store.add(self._key("readers"), 1) == len(self._ranks):
@@ -249,7 +250,7 @@ class _Roll:
                 store.delete_key(self._key(each))
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns those of `ranks` without an entry in the attempt, by bisection."""
+        """Returns those of `ranks` that have no entry in attempt number `attempt`."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2

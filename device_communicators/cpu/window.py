@@ -44,7 +44,7 @@ _PART_WORDS, _MOST_DIMS = 17, 9
 """Sizes of `WindowPart` in csrc/window_part.h."""
 _DTYPES = {number: dtype for dtype, number in DTYPE_NUMBERS.items()}
 _LEFT_TO_PYTHON = -1
-"""Result of `ps_direct_put`, which takes plain tensors only."""
+"""Result of `ps_direct_put` if Python must handle the tensor."""
 _LONGEST_S = 1e9
 _ADVICE = "call it outside the compiled function"
 
@@ -52,8 +52,8 @@ _ADVICE = "call it outside the compiled function"
 def window_failure(
     group: NativeGroup, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
 ) -> Exception:
-    """Returns the error of this thread's last call. If a signal handler raised an exception, raises that exception
-    instead.
+    """Returns the error of this thread's last window call: `method` with rank `rank`, which returned `status`. If a
+    signal handler raised an exception, raises that instead.
     """
     members = group.members
     if status == _INTERRUPTED:
@@ -137,7 +137,9 @@ class Window:
         barrier: Callable[[], object],
         failure_of: Callable[[Exception, str, float], Exception],
     ) -> None:
-        """`exchange` gathers a tensor of each rank. `failure_of` turns an error into the group's error."""
+        """`exchange` gathers a tensor of each rank. `failure_of` turns an error, the method's name and its start time
+        into the group's error.
+        """
         self._group, self._barrier, self._failure_of = group, barrier, failure_of
         count, library = math.prod(size), group.library
         number = DTYPE_NUMBERS.get(dtype, -1)
