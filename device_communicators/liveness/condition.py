@@ -10,7 +10,7 @@ _STOPPED = {
     "D": "in the kernel, in a wait that no signal ends (a disk, a network file system, a driver)",
     "Z": "exited, and its parent has not waited for it",
 }
-"""By the letter of the state in /proc/PID/stat. In any other state, a process runs or sleeps normally."""
+"""Descriptions of states, by letter in /proc/PID/stat. In other states, a process runs or sleeps normally."""
 _SWAPPED_BYTES = 256 << 20
 
 

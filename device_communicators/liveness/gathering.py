@@ -18,10 +18,7 @@ _SLICE = timedelta(milliseconds=50)
 
 
 def in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
-    """Returns all ranks' records. `gather(number, part)` exchanges part `number` of each rank's record.
-
-    Each first part contains the record's length. Every rank therefore knows how many parts the longest record has.
-    """
+    """Returns all ranks' records. `gather(number, part)` exchanges part `number` of each rank's record."""
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
     ends = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in found]

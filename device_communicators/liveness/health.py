@@ -40,7 +40,7 @@ from device_communicators.liveness.gathering import in_parts, over_gloo
 logger = logging.getLogger("parallel_state")
 
 _DEATH_CONFIRM_S = 0.5
-"""The kernel closes a process's connections before it reports the exit: wait this long for the report."""
+"""After a connection broke, wait this long for the report of the exit: the kernel closes connections first."""
 NOTICE_S = 0.2
 """Time to wait after a death, because data that the rank sent before can still complete an operation."""
 
@@ -90,8 +90,8 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 class FailureDomain:
     """The global ranks whose death makes a group fail.
 
-    This includes ranks outside of the group. If such a rank dies, a member of the group perhaps fails in another group
-    and never makes its call in this group.
+    Some can be outside of the group: after such a death, a member of the group may fail in another group and never make
+    its call in this one.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
@@ -112,7 +112,7 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Exchanged by all ranks at start-up. Unknown fields are empty."""
+    """Where a rank runs. Ranks exchange this at start-up. Unknown fields are empty."""
 
     host: str
     network: str
@@ -125,9 +125,7 @@ class Place(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """Returns a text that is equal for processes that can watch each other by PID; "" if no process can watch this
-        one.
-
+        """Returns a text that is equal for processes that can watch each other by PID; "" if none can watch this one.
         Processes in different network namespaces get different texts, so that a network failure between them is
         detected.
         """
@@ -181,7 +179,7 @@ class Watcher:
         self.on_close: list[Callable[[], None]] = []
         """Called by `close`, in reverse order."""
         self._stores: dict[int, BoundedStore] = {}
-        """By serving rank, kept here because torch's groups don't keep them alive."""
+        """Stores by serving rank, because torch's groups don't keep them alive."""
         self._name = ""
         """Set by `join`, else empty."""
         self._all = [self]
@@ -289,8 +287,8 @@ class Watcher:
         timeout_s: float,
         on_replies: Callable[[dict[int, bytes]], None] | None = None,
     ) -> dict[int, bytes]:
-        """Sends a question to `ranks` and returns the replies by rank. Omits ranks that exit or reply late.
-        `on_replies`: see `World.ask`.
+        """Sends a question to `ranks` and returns the replies by rank. Omits ranks that exit or reply late. `topic`: a
+        key of `answers`. `on_replies`: see `World.ask`.
 
         If `topic` and `payload` are empty, a process replies even while its Python code is blocked.
         """
@@ -324,7 +322,7 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Runs in the control plane's callback thread."""
+        """Records a change, in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s
@@ -395,7 +393,8 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Exchanges `value` between `ranks`. Returns the values of all `ranks`, or why `ranks` can't agree.
+        """Exchanges `value` between `ranks`; see `World.agree`. Returns the values of all `ranks`, or why they can't
+        agree.
 
         A death among `watched` cancels the exchange. Returns None if there is no control plane.
         """
@@ -426,7 +425,7 @@ class Watcher:
         calls this.
 
         The n-th calls with the same purpose and ranks form one exchange. All return the same records or raise for the
-        same reason, with one exception. An exchange takes one round trip per 4 KiB of the longest record. Raises:
+        same reason, with one exception. Raises:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError, caused by an UnmetError, if ranks left or haven't called this in time. The exception:
@@ -434,7 +433,7 @@ class Watcher:
           isn't reported as failed, so the program can still call `reinitialize`;
         - ControlError if there is neither a control plane nor `gloo`, a gloo group of `ranks`.
 
-        `what` is the start of the error's text.
+        `what` begins an error's text; `group` and `operation` are the error's attributes.
         """
         if len(ranks) == 1:
             return [record]
@@ -589,8 +588,8 @@ class Watcher:
         """Waits for a death among `ranks`, then briefly for the exits of ranks that were killed at the same time.
         Returns the deaths.
 
-        `timeout_s`: wait for the first death. `together_s`: wait for further deaths, at least 0.25 s if some ranks are
-        on other hosts.
+        `timeout_s`: wait for the first death; default: 0.5 s. `together_s`: wait for further deaths, at least 0.25 s if
+        some ranks are on other hosts.
         """
         ranks = list(ranks)
         timeout_s = _DEATH_CONFIRM_S if timeout_s is None else timeout_s

@@ -61,8 +61,7 @@ def is_compiling(frames: list[Frame]) -> bool:
 def in_words(frames: list[Frame]) -> str:
     """Describes up to four frames: the program's innermost frame, then its callers.
 
-    Omits frames of this library, torch and contextlib. Omits frames of the standard library, except if such a frame is
-    the innermost.
+    Omits frames of this library, torch and contextlib, and frames of the standard library that aren't the innermost.
     """
     outside = [frame for frame in frames if not frame[0].startswith(_WITHIN)]
     own = [frame for frame in outside if not _is_standard(frame[0])]
