@@ -181,9 +181,7 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Closes this rank's gloo connections after a death, because gloo would continue to wait for living ranks.
-        Sleeps first, so that data from the dead rank can still arrive.
-        """
+        """Closes this rank's gloo connections after a death, because gloo would continue to wait for living ranks."""
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self.context.deaths()}
         peers = [rank for rank in range(self.context.size) if rank != self.context.rank]

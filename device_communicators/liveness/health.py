@@ -90,8 +90,7 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 class FailureDomain:
     """The global ranks whose death makes a group fail.
 
-    Some can be outside of the group: after such a death, a member of the group may fail in another group and never make
-    its call in this one.
+    Some can be outside of the group: after their death, a member may fail in another group and never call this one.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
@@ -304,7 +303,7 @@ class Watcher:
         return {}
 
     def is_silent(self, rank: int) -> bool:
-        """Returns True if the rank's process sends no reply within 0.5 s. The process is then probably stopped."""
+        """Returns True if the rank's process sends no reply within 0.5 s: it is probably stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
