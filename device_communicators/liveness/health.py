@@ -90,7 +90,8 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 class FailureDomain:
     """The global ranks whose death makes a group fail.
 
-    Some can be outside of the group: after their death, a member may fail in another group and never call this one.
+    Some can be outside of the group: after their death, a member may fail in another group and never make its call in
+    this one.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
