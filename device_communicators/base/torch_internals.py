@@ -304,7 +304,9 @@ def keep_cuda_busy(cycles: int) -> None:
 
 
 def symmetric_bytes(size_bytes: int, device: torch.device) -> Tensor:
-    """Allocates GPU memory for `meet_over_symmetric_memory` to map on all ranks. torch's own `empty` never frees it."""
+    """Allocates GPU memory for `meet_over_symmetric_memory` to map. Torch's `_symmetric_memory.empty` would never free
+    it.
+    """
     kind: Any = torch._C._distributed_c10d._SymmetricMemory
     return kind.empty_strided_p2p((size_bytes,), (1,), torch.uint8, device)
 

@@ -100,8 +100,8 @@ def tell(pipe: SignalPipe) -> None:
 
 
 def begin() -> None:
-    """Sets the library's pipe as the wakeup descriptor, except outside the main thread or if the program has set its
-    own.
+    """Makes signals wake calls that wait: passes the library's pipe to `signal.set_wakeup_fd`. Does nothing outside the
+    main thread, or if the program has set its own descriptor.
     """
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():

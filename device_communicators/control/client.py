@@ -73,8 +73,8 @@ class Request:
         self.close()
 
     def close(self) -> None:
-        """Ends the request. Keeps the connection for reuse if a reply arrived, but not after `ControlStore.hold`.
-        Idempotent.
+        """Ends the request. Keeps the connection for reuse if a reply arrived, except after the request of
+        `ControlStore.hold`.
         """
         handle, self._handle = self._handle, 0
         if handle > 0:

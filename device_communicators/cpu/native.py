@@ -481,7 +481,7 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes folders of killed compiles, and libraries unused for 60 days. The caller must hold the lock."""
+    """Removes, beside `target`, folders of killed compiles and libraries unused for 60 days."""
     now = time.time()
     for path in target.parent.iterdir():
         with contextlib.suppress(OSError):

@@ -194,7 +194,7 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def flaw_of_packaged(folder: Path, recipe: Recipe) -> str | None:
-    """Returns why the wheel's file of `recipe` can't be used, "" if there is no such file, or None if it is usable."""
+    """Returns None if the wheel's `folder` has a usable file for `recipe`, "" if it has none, else the reason."""
     packaged = folder / recipe.packaged_name
     try:
         digest, content = packaged.with_suffix(".digest").read_text().split()

@@ -30,7 +30,7 @@ class SegmentError(Exception):
 
 
 class Segment:
-    """Call `unlink` when all ranks have opened the segment, and `close` when it is mapped."""
+    """A file in shared memory. Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name

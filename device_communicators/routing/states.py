@@ -123,7 +123,7 @@ def describe_states(states: dict[int, State], context: GroupContext) -> list[str
 
 
 def pack_answer(value: Any) -> bytes:
-    """Returns compressed JSON: replies of more than 64 KiB are cut, and the states of many ranks repeat much text."""
+    """Returns `value` as compressed JSON, because a receiver cuts replies at 64 KiB."""
     return zlib.compress(json.dumps(value).encode())
 
 

@@ -55,9 +55,10 @@ def create_group(
 ) -> Group:
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    `make`: GroupCoordinator. `name`: begins `unique_name`. `domain`: the ranks whose death fails the group, by default
-    all ranks of the world. `given`: process groups of the program, used instead of new ones. `owns_pool`: the group
-    closes `pool`. For the other arguments, and which ranks must call this, see ProcessGroupPool.acquire.
+    `make`: GroupCoordinator. `name`: the first part of the group's `unique_name`. `domain`: the ranks whose death fails
+    the group, by default all ranks of the world. `given`: process groups of the program, used instead of new ones.
+    `owns_pool`: the group closes `pool`. For the other arguments, and which ranks must call this, see
+    ProcessGroupPool.acquire.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory

@@ -216,7 +216,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets this rank's virtual pipeline stage, also for `parallel_state`'s own groups if they have this stage."""
+    """Sets this rank's virtual pipeline stage, also for `parallel_state`'s own groups if they have so many stages."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None

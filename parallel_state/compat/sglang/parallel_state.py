@@ -116,7 +116,7 @@ def init_model_parallel_group(
 ) -> GroupCoordinator:
     """Creates a group for each list of global ranks, and returns this rank's group.
 
-    Every rank of the world must pass the same lists, and be in one list.
+    Every rank of the world must pass the same lists, and be in one list. Most `use_…` arguments have no effect.
     """
     custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(

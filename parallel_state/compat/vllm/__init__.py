@@ -224,7 +224,7 @@ get_etp_group, get_eplb_group = get_tp_group, get_ep_group
 
 
 def get_engram_dp_group() -> GroupCoordinator | None:
-    """Returns None, because each data-parallel replica holds the whole engram table."""
+    """Returns None: no group shares vLLM's table of n-gram embeddings ("engram"), which each replica holds whole."""
     return None
 
 

@@ -98,7 +98,10 @@ class GroupCoordinator(GroupView):
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
     ) -> MessageQueue:
-        """Creates a message queue from the writer to all other ranks. Every rank of the group must call this."""
+        """Creates a message queue from the writer to all other ranks. Every rank of the group must call this.
+
+        With `external_writer_handle`, the process of that handle writes and all ranks read.
+        """
         return MessageQueue.create_from_process_group(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
         )
@@ -192,8 +195,8 @@ class GroupCoordinator(GroupView):
     ) -> Any:
         """Gathers the tensors, of shape `[tokens, …]`, from all data-parallel ranks along dim 0.
 
-        With `is_sequence_parallel`, gathers from all ranks of this group instead. Without `use_all2all`, returns the
-        inputs.
+        With `is_sequence_parallel`, gathers from all ranks of this group instead. Returns the inputs if the group was
+        made without `use_all2all`.
         """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 

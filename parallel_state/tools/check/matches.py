@@ -44,7 +44,9 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that applies `test` to each host's ranks with equal `key`. Ignores ranks with key None."""
+    """Returns a predicate that matches each group for which `test` is true: the ranks of a host with equal `key`,
+    which isn't None.
+    """
 
     def find(evidence: Evidence) -> Iterator[Match]:
         for ranks in evidence.hosts.values():
