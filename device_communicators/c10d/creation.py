@@ -86,8 +86,9 @@ def create_group(options: Any, world: World | None = None) -> Any:
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     owns_store = world is not None and world.owns_store
     # Members that were given different ranks must meet in a store of their own, which then shows the difference.
-    own_prefix = options.store if owns_store else dist.PrefixStore(f"ranks/{whose}", options.store)
-    store = BoundedStore(own_prefix, owns_timeout=owns_store)
+    store = BoundedStore(
+        options.store if owns_store else dist.PrefixStore(f"ranks/{whose}", options.store), owns_timeout=owns_store
+    )
     if world is None:
         world = World.of(store, ranks, is_default)
         if not world.begun:

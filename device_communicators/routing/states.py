@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
-from device_communicators.routing.communicator import GroupContext
 
 MOST_ASKED = 16
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
@@ -26,7 +25,7 @@ _TRANSFERS = {
 """Operation -> the user's method, for records that don't contain the method."""
 
 
-def call_in_words(context: GroupContext, operation: Operation) -> str:
+def call_in_words(context: Any, operation: Operation) -> str:
     if operation.peer < 0:
         return operation.call
     method = operation.call_text or _TRANSFERS.get(operation.name, operation.name)
@@ -35,10 +34,10 @@ def call_in_words(context: GroupContext, operation: Operation) -> str:
     return f"{method}({side} global rank {context.ranks[operation.peer]}){what}"
 
 
-WAITS: dict[int, tuple[GroupContext, Operation]] = {}
+WAITS: dict[int, tuple[Any, Operation]] = {}
 
 
-def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None:
+def end_wait(thread: int, before: tuple[Any, Operation] | None) -> None:
     if before is None:
         del WAITS[thread]
     else:
@@ -48,7 +47,7 @@ def end_wait(thread: int, before: tuple[GroupContext, Operation] | None) -> None
 class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs more)
     __slots__ = ("_before", "_thread", "_wait")
 
-    def __init__(self, context: GroupContext, operation: Operation) -> None:
+    def __init__(self, context: Any, operation: Operation) -> None:
         self._wait = context, operation
         self._thread = threading.get_ident()
 
@@ -59,7 +58,7 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
         end_wait(self._thread, self._before)
 
 
-def group_key(context: GroupContext) -> str:
+def group_key(context: Any) -> str:
     return f"{zlib.crc32(repr(context.ranks).encode()):x}/{context.label}"
 
 
@@ -101,18 +100,18 @@ def state_without_call(idle_s: float) -> State:
     return State(place=stacks.in_words(frames), is_compiling=stacks.is_compiling(frames), idle_s=idle_s)
 
 
-def state_of(context: GroupContext, operation: Operation, thread: int | None) -> State:
+def state_of(context: Any, operation: Operation, thread: int | None) -> State:
     return state_at(context, operation, stacks.in_words(stacks.frames_of(thread)))
 
 
-def state_at(context: GroupContext, operation: Operation, place: str) -> State:
+def state_at(context: Any, operation: Operation, place: str) -> State:
     peer = -1 if operation.peer < 0 else context.ranks[operation.peer]
     is_world = context.watcher is not None and context.watcher.is_world(context.ranks)
     ranks = () if is_world or peer >= 0 else context.ranks
     return State(group_key(context), context.name, call_in_words(context, operation), place, peer=peer, ranks=ranks)
 
 
-def describe_states(states: dict[int, State], context: GroupContext) -> list[str]:
+def describe_states(states: dict[int, State], context: Any) -> list[str]:
     ranks_in: dict[str, list[str]] = {}
     for rank, state in states.items():
         ranks_in.setdefault(state.in_words(context.name), []).append(str(rank))
