@@ -85,7 +85,7 @@ def create_group(options: Any, world: World | None = None) -> Any:
     # Megatron creates groups of disjoint ranks with one name at the same time.
     whose = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     owns_store = world is not None and world.owns_store
-    # Members that were given different ranks must meet in a store of their own, which then shows the difference.
+    # Reconfigured members meet under one prefix even if their lists of members differ: so they find the difference.
     store = BoundedStore(
         options.store if owns_store else dist.PrefixStore(f"ranks/{whose}", options.store), owns_timeout=owns_store
     )
