@@ -29,12 +29,12 @@ _ADVICE = ". It needs a C++ compiler and Python's headers"
 def try_load() -> tuple[Any, str]:
     """Returns the imported module and "", or None and the reason."""
     try:
-        path, problem = native.find_or_compile(recipe())
+        [(path, problem)] = native.find_or_compile([recipe()])
         if path is not None and native.is_packaged(path):
             module, problem = _import(path)
             if module is not None:
                 return module, ""
-            path, problem = native.find_or_compile(recipe(), unfit=f"the wheel's {problem}")
+            [(path, problem)] = native.find_or_compile([recipe()], f"the wheel's {problem}")
     except (OSError, BuildError, CacheError) as error:
         path, problem = None, about_cache(error)
         advice = "" if isinstance(error, OSError) else _ADVICE
@@ -70,7 +70,7 @@ def _import_once(path: Path) -> tuple[Any, str]:
 def compile_ahead() -> None:
     """Compiles the module before a deadline starts to run. Ignores errors: `try_load` returns them."""
     with contextlib.suppress(OSError, BuildError, CacheError):
-        native.compile_together([native.wanted_recipe(), recipe()])
+        native.find_or_compile([native.wanted_recipe(), recipe()])
 
 
 def recipe() -> Recipe:

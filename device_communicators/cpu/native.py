@@ -41,7 +41,7 @@ from device_communicators.base.build_cache import CacheError
 from device_communicators.base.errors import SettingError
 from device_communicators.calls.interruption import ON_FAILED_OP
 from device_communicators.cpu import first_call, native_build
-from device_communicators.cpu.native_build import BuildError, Recipe
+from device_communicators.cpu.native_build import BuildError, BuildStoppedError, Recipe
 
 logger = logging.getLogger("parallel_state")
 
@@ -330,12 +330,12 @@ def _load() -> NativeLibrary | str:
 def _try(recipe: Callable[[], Recipe], has_ops: bool, note: str = "") -> NativeLibrary | str:
     try:
         made = recipe()
-        path, problem = find_or_compile(made)
+        [(path, problem)] = find_or_compile([made])
         if path is not None and is_packaged(path):
             try:
                 return NativeLibrary(path, has_ops, note)
             except (OSError, AttributeError, BuildError) as error:
-                path, problem = find_or_compile(made, unfit=f"the wheel's {path.name} can't be used: {error}")
+                [(path, problem)] = find_or_compile([made], f"the wheel's {path.name} can't be used: {error}")
         return problem if path is None else NativeLibrary(path, has_ops, note)
     except (OSError, AttributeError, BuildError, CacheError) as error:
         return f"the compiled library can't be made or loaded: {build_cache.about_cache(error)}"
@@ -363,20 +363,19 @@ def wanted_recipe() -> Recipe:
     return native_build.plain_recipe() if settings.BUILD.get() == "plain" else native_build.full_recipe()
 
 
-def compile_together(recipes: Sequence[Recipe]) -> list[tuple[Path | None, str]]:
-    missing = [recipe for recipe in recipes if _find(recipe)[0] is None]
-    with ThreadPoolExecutor(max(1, len(missing))) as workers:
-        made = {recipe: workers.submit(find_or_compile, recipe, announced_with=missing) for recipe in missing}
-    return [made[recipe].result() if recipe in made else _find(recipe) for recipe in recipes]
+def find_or_compile(recipes: Sequence[Recipe], unfit: str = "") -> list[tuple[Path | None, str]]:
+    """Returns for each recipe the path of the compiled file and "", or None and a reason. Compiles missing files at the
+    same time. `unfit`: why the wheel's files are unusable, or "".
+    """
+    missing = [recipe for recipe in recipes if _find(recipe, unfit)[0] is None]
+    with native_build.threads_that_compile(max(1, len(missing))) as workers:
+        made = {recipe: workers.submit(_find_or_compile, recipe, unfit, missing) for recipe in missing}
+        return [made[recipe].result() if recipe in made else _find(recipe, unfit) for recipe in recipes]
 
 
-def find_or_compile(
-    recipe: Recipe, unfit: str = "", announced_with: Sequence[Recipe] | None = ()
-) -> tuple[Path | None, str]:
-    """Returns the path of the compiled file and "", or None and a reason. Compiles a missing file.
-
-    Before that, logs how long `recipe` and `announced_with`, compiled at the same time, usually take. Logs nothing if
-    `announced_with` is None. `unfit`: see `_find`.
+def _find_or_compile(recipe: Recipe, unfit: str, announced_with: Sequence[Recipe] | None) -> tuple[Path | None, str]:
+    """Logs, before it compiles, how long `recipe` and `announced_with`, compiled at the same time, usually take. Logs
+    nothing if `announced_with` is None. `unfit`: see `_find`.
     """
     found, flaw = _find(recipe, unfit)
     if found is not None:
@@ -423,6 +422,8 @@ def _compile(
         )  # fmt: skip
     try:
         _compile_and_link(recipe, target, compiler)
+    except BuildStoppedError as error:  # not recorded: the next process compiles at once
+        return None, str(error)
     except (BuildError, OSError) as error:
         record = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
         _write(lock, json.dumps(record).encode())
@@ -446,7 +447,7 @@ def _compile_and_link(recipe: Recipe, target: Path, compiler: tuple[str, ...]) -
             return path
 
         with ThreadPoolExecutor(1) as beside:
-            found = beside.submit(find_or_compile, base, unfit, None)
+            found = beside.submit(_find_or_compile, base, unfit, None)
             native_build.compile_library(recipe, target, compiler, build_cache.seal, path_of_base)
 
     try:

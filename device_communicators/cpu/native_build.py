@@ -6,16 +6,18 @@ set at run time.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,10 +46,16 @@ WITH_TORCH = ("--param", "ggc-min-heapsize=1000000")
 """Flags of a unit with torch's headers: GCC collects garbage only at 1 GB, because each collection is slow."""
 BUILD_TIMEOUT_S = 600
 BUILD_FOLDER = ".build-"
+_running: set[subprocess.Popen[str]] = set()
+_stopping = threading.Event()
 
 
 class BuildError(Exception):
     """A compile failed."""
+
+
+class BuildStoppedError(BuildError):
+    """A signal ended the compiler, for example Ctrl-C."""
 
 
 class Unit(NamedTuple):
@@ -274,10 +282,50 @@ def _compile_units(recipe: Recipe, folder: Path, compiler: Sequence[str]) -> lis
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=BUILD_TIMEOUT_S)
-    except (OSError, subprocess.SubprocessError) as error:
+        # In a process group, because the compiler's child processes would outlive it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            encoding="utf-8", errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
         raise BuildError(f"the C++ compiler {command[0]} can't be run: {error}") from error
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        wrong = next((line for line in lines if "error" in line), lines[0] if lines else str(done.returncode))
-        raise BuildError(f"the C++ compiler {command[0]} failed: {wrong}")
+    with process:
+        _running.add(process)
+        try:
+            if _stopping.is_set():
+                _kill(process)
+            _, wrong = process.communicate(timeout=BUILD_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            _kill(process)
+            raise BuildError(f"the C++ compiler {command[0]} took longer than {BUILD_TIMEOUT_S} s") from error
+        finally:
+            _running.discard(process)
+    if process.returncode < 0:
+        raise BuildStoppedError(f"the C++ compiler {command[0]} was stopped by signal {-process.returncode}")
+    if process.returncode != 0:
+        lines = wrong.strip().splitlines()
+        shown = next((line for line in lines if "error" in line), lines[0] if lines else str(process.returncode))
+        raise BuildError(f"the C++ compiler {command[0]} failed: {shown}")
+
+
+@contextlib.contextmanager
+def threads_that_compile(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Yields threads for compiles. If the body raises, for example KeyboardInterrupt while it waits for a result,
+    kills the compilers and starts no others.
+    """
+    try:
+        with ThreadPoolExecutor(number) as workers:
+            try:
+                yield workers
+            except BaseException:
+                _stopping.set()
+                for process in list(_running):
+                    _kill(process)
+                raise
+    finally:
+        _stopping.clear()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)

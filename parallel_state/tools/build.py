@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         recipes = [native.wanted_recipe(), extension.recipe()]
-        found = native.compile_together(recipes)
+        found = native.find_or_compile(recipes)
     except (OSError, BuildError, CacheError) as error:
         print(f"{PROGRAM}: the native code can't be compiled: {about_cache(error)}", file=sys.stderr)
         return 1

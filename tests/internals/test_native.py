@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -78,7 +79,7 @@ def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "module.so").write_text("no library")
-    monkeypatch.setattr(native, "find_or_compile", lambda recipe: (tmp_path / "module.so", ""))
+    monkeypatch.setattr(native, "find_or_compile", lambda recipes: [(tmp_path / "module.so", "")])
     monkeypatch.setattr(extension, "recipe", lambda: None)
     module, problem = extension.try_load.__wrapped__()
     assert module is None and f"has no compiled part: {tmp_path}/module.so can't be loaded: " in problem
@@ -151,6 +152,54 @@ def test_a_compile_says_what_it_makes_and_for_how_long(quick: dict[str, str], tm
     assert re.search(r"compiling the shared-memory collectives, .* takes about [1-9]\d* s on a quiet machine", line), (
         line
     )
+
+
+def _endless(folder: Path) -> tuple[dict[str, str], Path]:
+    """Returns the variables for a compiler that never ends, and the file with the PIDs of its processes."""
+    pids = folder / "pids"
+    return _compiler(folder, f"sleep 1000 &\necho $$ $! >> {pids}\nwait", name="endless"), pids
+
+
+def _still_run(pids: Path) -> list[str]:
+    """Returns the PIDs that still run 5 s from now, or none as soon as all processes have ended."""
+    until = time.monotonic() + 5
+    while left := [pid for pid in pids.read_text(encoding="utf-8").split() if _runs(pid)]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.01)
+    return left
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_interrupted_compile_ends_at_once_and_is_tried_again(quick: dict[str, str], tmp_path: Path) -> None:
+    how, pids = _endless(tmp_path)
+    environment = {**os.environ, **how, "XDG_CACHE_HOME": str(tmp_path)}
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stderr=subprocess.PIPE, text=True, env=environment)
+    at_once = min(len(native_build.usable_cores()), len(native_build.objects_recipe().units))
+    while not pids.exists() or len(pids.read_text().splitlines()) < at_once:
+        assert program.poll() is None
+        time.sleep(0.01)
+    program.send_signal(signal.SIGINT)
+    _, errors = program.communicate(timeout=30)
+    assert "KeyboardInterrupt" in errors
+    assert _still_run(pids) == []
+    assert VERSION in _run(tmp_path, **quick)
+
+
+def test_a_compiler_that_takes_too_long_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how, pids = _endless(tmp_path)
+    monkeypatch.setattr(native_build, "BUILD_TIMEOUT_S", 1)
+    with pytest.raises(native_build.BuildError, match="took longer than 1 s"):
+        native_build.compile_library(native_build.plain_recipe(), tmp_path / "made.so", [how["CXX"]])
+    assert _still_run(pids) == []
 
 
 def test_a_second_library_is_linked_with_the_objects_of_the_first(quick: dict[str, str], tmp_path: Path) -> None:
