@@ -35,42 +35,34 @@ OP = Paths("registered op, Python", "the same op", None)
 
 @dataclass(frozen=True)
 class Row:
-    """One communicator, and the conditions under which a group can use it."""
+    """A communicator, and the conditions under which a group can use it. `unfit`, `probe` and `agree` return the reason
+    why the group can't, or None.
+    """
 
     name: str
     module: str
     class_name: str
     paths: Paths = OP
     device: str = "any"
-    """Device of groups that can use the communicator: `any`, `accelerator` (any but the CPU), or a
-    type such as `cuda`.
-    """
+    """The group's device: `any`, `accelerator` (any but the CPU), or a type such as `cuda`."""
     partial: bool = False
-    """True if the communicator can refuse valid calls. The communicators in later rows must then
-    support these calls.
-    """
+    """True if the communicator can refuse valid calls. Later rows must then support these calls."""
     several_hosts: bool = False
+    """True if the group can span hosts."""
     unfit: Callable[[GroupContext], str | None] = lambda context: None
-    """Returns the reason why the group can't use the communicator, or None. Uses only facts that are equal on every
-    rank.
-    """
+    """Uses only facts that are equal on every rank."""
     probe: Callable[[GroupContext], str | None] | None = None
-    """Returns the reason why this rank can't use the communicator, or None. A reason on one rank excludes the
-    communicator on all ranks.
-    """
+    """Checks this rank. A reason on one rank excludes the communicator on all ranks."""
     agree: Callable[[GroupContext], str | None] | None = None
-    """Returns the reason why the group can't use the communicator, or None. Communicates, so every rank calls this and
-    gets the same result.
-    """
+    """Communicates, so every rank calls this and gets the same result."""
     simulated: bool = False
+    """True for the communicator of simulated groups, which use no other."""
     fake: bool = False
-    """True for the communicator of torch's `fake` backend. Groups over that backend use no other communicator."""
+    """True for the communicator of groups over torch's `fake` backend, which use no other."""
     custom_all_reduce: bool = False
     """True if `set_custom_all_reduce(False)` disables the communicator."""
     asked_for: Callable[[], bool] = lambda: False
-    """Returns True if a setting requests the communicator. If the communicator is unavailable, the
-    log then says why.
-    """
+    """Returns True if a setting requests the communicator. If it is unavailable, the log then says why."""
 
     def load(self) -> type[Communicator]:
         return getattr(import_module(self.module), self.class_name)

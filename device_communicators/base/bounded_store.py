@@ -68,9 +68,9 @@ class BoundedStore:
         connection: _Connection | None = None,
         owns_timeout: bool = False,
     ) -> None:
-        """`limit_s`: timeout of each operation. `deadline`: when all operations fail. An operation also fails when
-        `ended()` returns True. `connection`: shared by all wrappers of one torch store. `owns_timeout`: True if nothing
-        else uses the timeout of `store`, and its operations end at it. They then run in the calling thread.
+        """`limit_s`: timeout of each operation. `deadline`: monotonic time at which all operations fail. An operation
+        also fails when `ended()` returns True. `connection`: shared by all wrappers of one torch store. `owns_timeout`:
+        True if nothing else uses the timeout of `store`; operations then use this timeout and need no helper thread.
         """
         self.raw = store
         """The wrapped torch store. Its operations have no deadline."""
@@ -170,12 +170,12 @@ class BoundedStore:
 
     @property
     def waits_in_server(self) -> bool:
-        """True for stores of this library, whose server answers `wait_for` when the keys exist."""
+        """True for this library's stores. `wait_for` polls all other stores."""
         return hasattr(_server_of(self.raw), "access")
 
     def hold(self, key: str, value: str) -> None:
-        """Sets the key, and deletes it when this process exits or closes the store. If `can_hold` is False, the key is
-        never deleted.
+        """Sets the key, and deletes it when this process exits or closes the store. A store whose `can_hold` is
+        False never deletes the key.
         """
         self._ask("hold" if self.can_hold else "set", key, value)
 
@@ -184,8 +184,8 @@ class BoundedStore:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Waits for the keys; returns False at the timeout. Polls torch's own stores, because these log each wait that
-        times out.
+        """Waits for the keys; returns False at the timeout. Polls torch's own stores: they log each wait that times
+        out.
         """
         if self.waits_in_server:
             try:

@@ -169,11 +169,11 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Divides a host's ranks by NUMA nodes or caches. Returns the number of ranks in each area, or 0 for no division.
-    `areas` has one entry for each rank. `by` is "nodes", "caches" (nodes, or caches if there is only one node) or
-    "off".
+    """Returns how many of a host's ranks share each NUMA node or cache. Returns 0 unless there are several areas, each
+    with the same number of consecutive ranks, at least two.
 
-    Each area must contain the same number of consecutive ranks, at least two.
+    `areas`: one entry for each rank. `by`: "nodes", "caches" (nodes, or caches if there is only one node) or "off",
+    which returns 0.
     """
     if by == "off":
         return 0

@@ -22,8 +22,8 @@ _PROCESS = _Process()
 
 
 def watch(leave: Callable[[], bool]) -> None:
-    """Registers `leave`, which each forked child calls at its start. If `leave` returns True, calls that communicate
-    raise ForkedError in the child.
+    """Registers `leave`, which each forked child calls at its start. `leave` returns True if the child has inherited
+    groups; calls that communicate then raise ForkedError in the child.
     """
     if _PROCESS.leave is None:
         _PROCESS.leave = leave
@@ -32,7 +32,7 @@ def watch(leave: Callable[[], bool]) -> None:
 
 @functools.cache
 def call_in_children(function: Callable[[], object]) -> None:
-    """Registers `function`, which each forked child calls at its start. Call this at first need, not at import."""
+    """Registers `function`, which each forked child calls at its start. Idempotent."""
     os.register_at_fork(after_in_child=function)
 
 

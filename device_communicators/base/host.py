@@ -139,7 +139,7 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """Returns the address that gloo publishes. Can block on a DNS query."""
+    """Returns the first of `gloo_addresses`. Can block on a DNS query."""
     return gloo_addresses()[0]
 
 

@@ -38,7 +38,7 @@ def _terminate(*_: object) -> None:
 def signals_wait() -> Iterator[None]:
     """Delays Ctrl-C and SIGTERM until the end of the block.
 
-    Imports of torch and fork handlers need this: both can drop an exception that a signal raises.
+    Used while torch is imported and while fork handlers run: both can drop an exception that a signal raises.
     """
     received: list[int] = []
     handlers = {

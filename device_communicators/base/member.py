@@ -19,7 +19,10 @@ from device_communicators.base.host_calls import OUTSIDE, host_call
 
 
 class Timeout:
-    """A group's timeout, shared by all objects of the group. A change applies to calls that begin later."""
+    """A group's timeout, shared by all objects of the group. A change applies to calls that begin later.
+
+    `all`: every instance. `extra_s`: added to all timeouts by `extended_deadline`.
+    """
 
     all: ClassVar[weakref.WeakSet[Timeout]] = weakref.WeakSet()
     extra_s: ClassVar[float] = 0.0

@@ -18,7 +18,9 @@ name.
 
 
 def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable[[str], Any]]:
-    """Returns the sorted names, and a `__getattr__` (PEP 562) for the package whose globals are `root`."""
+    """Returns the sorted public names, and the package's `__getattr__` (PEP 562), which imports them. `root`: the
+    package's globals. `names`: the public names by module.
+    """
     module_of = {name: module for module, defined in names.items() for name in defined}
 
     def load(name: str) -> Any:
@@ -34,7 +36,7 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Makes the public classes of `names` whose modules are loaded report the package `root` as their `__module__`."""
+    """Sets `__module__` to `root`, the package's name, in each class of `names` whose module is already imported."""
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
             if isinstance(public, type) and public.__module__ != root:

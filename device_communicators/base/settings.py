@@ -24,8 +24,9 @@ _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """An environment variable. An unset or empty variable has the default value; an invalid value
-    raises SettingError.
+    """An environment variable. Its value is `default` if it is unset or empty.
+
+    `parse` raises ValueError for an invalid text; `get` then raises a SettingError that says what it `must_be`.
     """
 
     name: str

@@ -347,7 +347,7 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Prevents torch.compile from tracing a function, such as an op's kernel that untraced code calls."""
+    """Prevents torch.compile from tracing `function`, such as an op's kernel, when untraced code calls it."""
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
@@ -409,7 +409,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores a value for `stashed_for_autograd` in this thread and in threads that autograd uses for its backward."""
+    """Stores a value in this thread and in the threads that run its backward; `stashed_for_autograd` returns it."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -426,8 +426,10 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Traces `op`. If `op` has an argument `token`, a tensor that such ops write to keep their order in the graph,
-    replaces it by the graph's own copy. Writing to the caller's token would mutate the graph's input.
+    """Traces `op` in `mode`. The other arguments are those of `__torch_dispatch__`.
+
+    Ops that must keep their order write a tensor, the argument `token`. It is replaced by the graph's own copy, because
+    a write to the caller's token would mutate the graph's input.
 
     Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
     relative to its own collectives.

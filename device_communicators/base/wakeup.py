@@ -20,7 +20,7 @@ _set = signal.set_wakeup_fd
 
 
 class SignalPipe(Structure):
-    """The pipe that C++ waits poll. Mirrors the struct in cpu/csrc/signals.h."""
+    """The pipe that C++ waits poll: its read end and its inode. Mirrors the struct in cpu/csrc/signals.h."""
 
     _fields_: ClassVar = [("reader", c_int), ("inode", c_uint64)]
     reader: int
@@ -74,8 +74,8 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Moves the descriptor `new` to the number `old` and returns `old`. If `old` isn't open on the pipe `inode` any
-    more, returns `new`.
+    """Moves the descriptor `new` to the number `old` and returns `old`, if `old` is still open on the pipe with this
+    inode. Otherwise returns `new`.
     """
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:

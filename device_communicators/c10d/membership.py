@@ -45,7 +45,10 @@ _FORMAT = "parallel_state/1"
 
 
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
-    """Returns a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15."""
+    """Returns a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15.
+
+    `module`: this folder's compiled module. `create_group`: the function of `creation`.
+    """
     if not hasattr(module, "make_reconfigurable"):
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -64,7 +67,10 @@ def create_reconfigurable(options: Any, module: Any, create_group: Callable[...,
 
 
 class Handle(NamedTuple):
-    """Address and identity of a process that can be a member. Contains a secret."""
+    """Address and identity of a process that can be a member.
+
+    `processes`: equal for processes that can watch each other by PID. `token`: secret for connecting to the process.
+    """
 
     host: str
     """The first field, so that handles sort by host."""
@@ -96,10 +102,11 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """Changes the members of one group. The compiled `ReconfigurableBackend` calls the methods."""
+    """Changes the members of one group. The compiled `ReconfigurableBackend` calls the methods, and sets `end_group`,
+    which ends the group's calls and releases the group.
+    """
 
     end_group: Callable[[], None]
-    """Ends the group's calls and releases the group. Set by the compiled backend."""
 
     def __init__(self, options: Any, create_group: Callable[..., Any]) -> None:
         self._name, self._timeout = options.group_id, options.timeout
@@ -143,9 +150,9 @@ class Membership:
         """Creates a group of the processes with these handles and returns its backend. Each of these processes must
         call this with the same new `uuid`.
 
-        `is_ordered`: True if ranks follow the order of `handles`, else the sorted order. `hints` must be empty. The
-        previous group ends once the arguments are checked. If this raises CommunicationError, the process has no group;
-        call this again with another uuid.
+        `is_ordered`: True if ranks follow the order of `handles`, else the sorted order. `timeout`: None for the
+        backend's own. `hints` must be empty. The previous group ends once the arguments are checked. If this raises
+        CommunicationError, the process has no group; call this again with another uuid.
         """
         if not self._lock.acquire(blocking=False):
             raise UsageError("reconfigure is under way in another thread of this process; wait until that call returns")

@@ -36,7 +36,7 @@ class World:
         address: str | None = None,
     ) -> None:
         """`ranks`: the world's global ranks. Errors name the function `caller`. `may_borrow`: True to share an existing
-        watcher of the same ranks. `call`: arguments that must be equal on all ranks; see `meet`. `address`: this host's
+        watcher of the same ranks. `call`: the caller's arguments as text, equal on all ranks. `address`: this host's
         address, as other ranks use it; default: the one from which this host reaches `store`.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
@@ -53,7 +53,7 @@ class World:
         """Why all groups use gloo, or ""."""
         self.has_warned = False
         self.outlives_store = False
-        """True if groups later use another store; see `lasting_store`."""
+        """True if the creation's store can end before the groups."""
         self.owns_store = False
         """True if nothing else uses the timeout of this world's store."""
         self.leaves_in_background = False
@@ -110,8 +110,8 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store that a group of `ranks` uses after its creation: `store`, or if `self.outlives_store`, a
-        store that the lowest rank of `ranks` serves.
+        """Returns the store that a group of `ranks` uses after its creation: `store`, or if `store` can end before the
+        group (`outlives_store`), a store that the lowest rank of `ranks` serves.
         """
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))

@@ -86,7 +86,9 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A call that a program made. All ranks must have equal fields, but methods of one class in `_CLASSES` match."""
+    """A call that a program made. All ranks must have equal fields, except that similar methods (`_CLASSES`) match.
+    Fields that don't apply have their defaults. `root`: the rank `src` or `dst`. `sizes`: of each rank's part.
+    """
 
     method: str
     dtype: torch.dtype | None = None
@@ -95,7 +97,6 @@ class UserCall(NamedTuple):
     reduce_op: str | None = None
     dim: int = -1
     root: int = -1
-    """The rank `src` or `dst`; -1 for none."""
     sizes: tuple[int, ...] = ()
 
     @property
@@ -186,8 +187,8 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Returns a call as text for errors. `word` and `packed_shape` are the fields of `Told` (csrc/call.h). `parts`:
-    size of each rank's part in bytes, or empty.
+    """Returns a call as text for errors, from its `UserCall.word` and `packed_shape`. `parts`: size of each rank's
+    part in bytes, or empty.
     """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1

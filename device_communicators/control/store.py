@@ -33,7 +33,7 @@ _PAUSE_S = 0.02
 
 
 class ControlStore(dist.Store):
-    """Thread-safe; threads don't wait for each other.
+    """Client of a store that a `World` serves. Thread-safe; threads don't wait for each other.
 
     Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
     can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError

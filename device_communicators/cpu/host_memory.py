@@ -100,7 +100,9 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if the domains are at most 64 blocks of equally many consecutive ranks, as TREE_SUM needs."""
+        """Returns True if the memory domains are at most 64 blocks of equally many consecutive ranks. The reduction
+        TREE_SUM needs this.
+        """
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
         blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
         return self.domains == blocks and len(blocks) <= MAX_RANKS
@@ -172,7 +174,7 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Connects this rank with `peers`; see `connections.connect`. Every rank must call this."""
+        """Connects this rank with `peers`; see `connections.connect`. The other arguments are fields of `Meeting`."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)
@@ -377,8 +379,9 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates the buffers of this rank, `rank` of `size`, on its NUMA node. Rank 0 also allocates the rest of the
-    mapped memory. Huge pages are mapped now, small ones at their first use, which saves 0.5 ms.
+    """Allocates this rank's buffers in `segment`, which is mapped at `address`, on its NUMA node. `size`: number of
+    ranks. Rank 0 also allocates the rest of the mapped memory. Huge pages are mapped now, small ones at their first
+    use, which saves 0.5 ms.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:

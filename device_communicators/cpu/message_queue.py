@@ -64,7 +64,9 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Returns packed pairs (address, size) of `more_head` and of the non-empty `tensors`, and the number of pairs."""
+    """Returns the pairs (address, size) of `more_head` (see `Message`) and of the non-empty `tensors`, packed for C++,
+    and the number of pairs. None: no pairs.
+    """
     flat: list[int] = []
     if isinstance(more_head, Pinned):
         for piece in more_head.pieces:
@@ -373,7 +375,7 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """Takes the next message. Returns False if none arrives within `timeout_s`."""
+        """Waits for the next message, which `head` then describes. Returns False if none arrives within `timeout_s`."""
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()

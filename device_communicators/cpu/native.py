@@ -374,8 +374,9 @@ def find_or_compile(recipes: Sequence[Recipe], unfit: str = "") -> list[tuple[Pa
 
 
 def _find_or_compile(recipe: Recipe, unfit: str, announced_with: Sequence[Recipe] | None) -> tuple[Path | None, str]:
-    """Logs, before it compiles, how long `recipe` and `announced_with`, compiled at the same time, usually take. Logs
-    nothing if `announced_with` is None. `unfit`: see `_find`.
+    """See `find_or_compile`.
+
+    `announced_with`: recipes that other threads compile now. The log says how long all take; None logs nothing.
     """
     found, flaw = _find(recipe, unfit)
     if found is not None:
@@ -405,8 +406,9 @@ def _compile(
     announced_with: Sequence[Recipe] | None,
     unfit: str,
 ) -> tuple[Path | None, str]:
-    """Compiles `recipe`. Writes the reason of a failure to the file of `lock`, which the caller must hold, for waiting
-    processes.
+    """Compiles `recipe`. Writes the reason of a failure to the file of `lock`, which the caller must hold. Instead of
+    compiling, returns a reason in that file if it was written after `asked_s` - 60 s. `announced_with`, `unfit`: see
+    `find_or_compile`.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:

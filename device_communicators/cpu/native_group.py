@@ -294,7 +294,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Ends `serve`. Returns the final `traffic`."""
+        """Ends `serve`. Returns the number of calls and bytes by operation."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -424,8 +424,9 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait. `status`: a `QueueStatus`. `place`: the suspected rank, or OUTSIDE. If a rank
-    gave up, `reporter` is that rank and `reason` its status. If a rank left, `reason` is 1.
+    """Returns the error of a failed wait. `status`: a `QueueStatus`. `place`: the suspected rank, or OUTSIDE. If a peer
+    failed first (`GIVEN_UP`), `reporter` is its rank and `reason` its status. If a peer died (`PEER_DIED`), `reason` is
+    1 if it left on purpose.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

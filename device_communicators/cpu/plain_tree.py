@@ -177,7 +177,7 @@ class PlainObjects:
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
     ) -> None:
         """`depth`: maximum nesting of containers. `most_other_keys`: maximum number of keys that are neither str nor
-        bytes.
+        bytes. `dtype_names`: names of torch's dtypes by c10::ScalarType.
         """
         self._depth = depth
         self._python = _python(library, depth, most_other_keys, dtype_names)
@@ -192,7 +192,7 @@ class PlainObjects:
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
         """Encodes `value`; `packed` then returns the result. Returns False if Python must encode `value`, or if its
-        body exceeds `limit` bytes.
+        body exceeds `limit` bytes. `cut`: how tensors are sliced, by default not at all.
         """
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
@@ -244,7 +244,9 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns the struct with which C++ reads Python objects, and the objects that it borrows."""
+    """Returns the struct with which C++ reads Python objects, and the objects that it borrows. Arguments: see
+    `PlainObjects`.
+    """
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
     names = (_NAME * (max(dtype_names) + 1))()

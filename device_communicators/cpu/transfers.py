@@ -50,7 +50,9 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """Describes a failed transfer: the fields of `TransferFailure` in csrc/transfer_call.h."""
+    """A failed transfer, as `TransferFailure` in csrc/transfer_call.h. `sends`: 1 for a send. `suspect`, `reporter`,
+    `reason`: see `wait_failure`. The sizes and dtypes describe a mismatch; otherwise the dtypes are -1.
+    """
 
     status: int
     sends: int
@@ -150,8 +152,8 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`. C++ calls find the object by the group's number `group`, and send with
-        `tag`. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
+        """Owns the C++ object at `address`; raises MemoryError for None. C++ calls find the object by the group's
+        number `group`, and send with `tag`. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
         """
         self.members = members
         self._library = library

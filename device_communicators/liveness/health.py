@@ -112,13 +112,15 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Where a rank runs. Ranks exchange this at start-up. Unknown fields are empty."""
+    """Where a rank runs. Ranks exchange this at start-up. Unknown fields are empty. `began`: the process's start time.
+
+    Processes can connect over loopback if their `network` is equal, and watch each other by PID if their `processes`
+    are.
+    """
 
     host: str
     network: str
-    """Equal for processes that can connect to each other over loopback."""
     processes: str
-    """Equal for processes that can watch each other by PID."""
     pid: int
     began: str
     endpoint: Endpoint | None
@@ -546,8 +548,8 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records the death of a rank and calls `on_death`. Ignores later reports about the rank, unless only the later
-        report is `certain`.
+        """Records the `Death` of a rank with these fields, and calls `on_death`. Ignores later reports about the rank,
+        unless only the later report is `certain`.
         """
         with self._news:
             known = self._deaths.get(rank)

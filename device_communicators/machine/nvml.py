@@ -15,7 +15,9 @@ class NoAnswerError(Exception):
 
 class Reader(Protocol):
     def ask(self, question: str, *where: int) -> Any:
-        """Returns NVML's answer, or raises NoAnswerError. `where`: a GPU, a GPU and its link, or two GPUs."""
+        """Returns NVML's answer to `question`, such as "uuid", or raises NoAnswerError. `where`: numbers of a GPU, of a
+        GPU and its link, or of two GPUs.
+        """
 
 
 @contextlib.contextmanager

@@ -39,7 +39,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """`index` is NVML's number, in the order of PCI ids."""
+    """A GPU. `index`: NVML's number, in the order of PCI ids. `cores`: CPU cores near the GPU. `mig`: True in MIG mode.
+    CUDA then shows slices of the GPU, which have no links and no peers. `unknown`: by field, why it is None.
+    """
 
     index: int
     uuid: str
@@ -49,7 +51,6 @@ class Gpu:
     cores: tuple[int, ...] | None = None
     links: tuple[Link, ...] | None = None
     mig: bool | None = None
-    """True in MIG mode. CUDA then shows slices of the GPU, which have no links and no peers."""
     unknown: dict[str, str] = field(default_factory=dict)
 
     @property

@@ -1,8 +1,8 @@
 """Sets up, tests and launches a group's kernels in peer memory (GPU memory that all ranks have mapped).
 
 A kernel waits for peers on the device. At the deadline, or when the host sets the *abort* word, a kernel writes a
-*report* into host memory and ends. The group's next call raises the failure. Results of all calls until then are
-undefined.
+*report* into host memory and ends; at the deadline, this destroys the CUDA context. The group's next call raises the
+failure. Results of all calls until then are undefined.
 
 Calls on several streams run one after another. The program must order replays of captured calls.
 """
@@ -117,7 +117,7 @@ class PeerGroup:
         """Runs each kernel once. Raises NotSharedError for wrong results, after all calls, because each needs all
         ranks.
 
-        The timeout is shorter than the kernels' deadline: a kernel at its deadline destroys the CUDA context.
+        The timeout is shorter than the kernels' deadline, at which a kernel destroys the CUDA context.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         # `run_on_all_ranks` may time out after 0.75 of the timeout.

@@ -48,7 +48,10 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
-    """Largest message in bytes for each algorithm and operation. 0 disables the algorithm or operation."""
+    """Largest message in bytes for each algorithm and operation, under these conditions. 0 disables the algorithm or
+    operation. `source`: where the numbers are from. `own_nccl`: True if this library's NCCL communicators were faster
+    than torch's. `proven_calls`: test calls, with random delays, that returned correct results.
+    """
 
     push: Count
     pull: Count
@@ -64,9 +67,7 @@ class Thresholds(Conditions):
     measured: bool
     source: str
     proven_calls: Count = 0
-    """Test calls, with random delays, that returned correct results before the row was written."""
     own_nccl: bool = False
-    """True if this library's NCCL communicators were faster than torch's."""
 
     def algorithm(self, size_bytes: int) -> str | None:
         return next((name for name in ALGORITHMS if size_bytes <= getattr(self, name)), None)

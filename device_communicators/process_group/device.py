@@ -48,7 +48,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """A call completes at once and exchanges no data."""
+    """Runs calls over torch's `fake` backend: they complete at once and exchange no data."""
 
     name = "fake"
 

@@ -209,7 +209,7 @@ class Communicator(ABC):
         """
 
     def suspend(self) -> None:
-        """Frees memory until `resume`. Every rank calls this while no call is under way. Can raise UnsupportedError."""
+        """Frees memory until `resume`. Every rank calls this while no call is running. Can raise UnsupportedError."""
 
     def resume(self) -> None:
         """Allocates the memory that `suspend` freed. Does nothing if `suspend` wasn't called."""

@@ -191,9 +191,8 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns each rank's report for the lowest call number in `reports`. Some ranks can already be in the next call.
-
-    If such a call is unknown, returns `reports`.
+    """Returns a report for each rank's call of the lowest number in `reports`: a rank in the next call has reported
+    that one as its previous call. If such a call is unknown for a rank, returns `reports` unchanged.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

@@ -240,8 +240,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns ranks outside `asked` that can watch processes of `asked` that neither this rank nor others in
-        `asked` can.
+        """Returns further ranks to ask: one near each rank of `asked` whose process neither this rank nor another rank
+        of `asked` can watch.
         """
         helpers: list[int] = []
         for rank in asked:
