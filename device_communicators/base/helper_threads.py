@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
+import os
 import queue
 import sys
 import threading
@@ -12,12 +14,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from device_communicators.base import exits, forks
+from device_communicators.base import forks
 
+THREADS = "parallel_state-"
 _END_S = 1.0
 _SLICE_S = 0.05
-
-
 _PR_SET_NAME = 15
 
 
@@ -31,9 +32,30 @@ def name_this_thread(name: str) -> None:
     _prctl()(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
+@functools.cache
+def prepare_exit() -> None:
+    """Prevents an abort when Python exits while threads run native calls: they then block, as in Python 3.14.
+
+    Older versions of Python unwind the stack of a thread that returns from a native call during the exit. Unwinding
+    noexcept C++ code, such as torch's bindings, calls `std::terminate`.
+    """
+    if sys.version_info < (3, 14):
+        atexit.register(_let_threads_wait)
+
+
+def _let_threads_wait() -> None:
+    if not any(thread.name.startswith(THREADS) for thread in threading.enumerate()):
+        return
+    try:
+        library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD)
+        library._ZSt13set_terminatePFvvE(ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p))
+    except (OSError, AttributeError):  # another C++ runtime
+        return
+
+
 class HelperThread(threading.Thread):
     def __init__(self, name: str, target: Callable[..., object], *args: Any) -> None:
-        super().__init__(target=target, args=args, daemon=True, name=f"{exits.THREADS}{name}")
+        super().__init__(target=target, args=args, daemon=True, name=f"{THREADS}{name}")
         self._kernel_name = f"ps-{name}"
 
     def run(self) -> None:
@@ -85,6 +107,7 @@ class Call:
         self._result: Any = None
         self._error: BaseException | None = None
         self.started_s = time.monotonic()
+        prepare_exit()
         run_in_thread(self._run)
 
     def _run(self) -> None:
@@ -100,7 +123,7 @@ class Call:
     def is_done(self) -> bool:
         return self._done.is_set()
 
-    def wait(self, deadline: float, ended: Callable[[], object]) -> bool:
+    def wait(self, deadline: float, ended: Callable[[], object] = lambda: False) -> bool:
         while not self._done.wait(max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline or ended():
                 return self._done.is_set()

@@ -161,7 +161,7 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
     rank, size = members.rank, len(members.ranks)
     call = Call(lambda: make_gloo(store.prefixed("gloo"), rank, size, timeout, world.address))
     with _named(store, world, members):
-        if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S, bool):
+        if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S):
             raise StoreSilentError(f"{store} did not answer, so the ranks could not connect over gloo")
         return call.result()
 

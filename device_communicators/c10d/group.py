@@ -343,7 +343,7 @@ class Group:
         call = Call(lambda: make_gloo(store, rank, size, timedelta(seconds=members.timeout_s), self._world.address))
         # gloo's own deadline is the same, but its store operations have none.
         deadline = started + members.timeout_s + LAST_WORD_S
-        if call.wait(deadline, lambda: bool(self.context.deaths())) or call.wait(time.monotonic() + NOTICE_S, bool):
+        if call.wait(deadline, lambda: bool(self.context.deaths())) or call.wait(time.monotonic() + NOTICE_S):
             return call.result()
         if self.context.deaths():
             raise as_torch_error(died(self.context, "new_group", started))

@@ -23,7 +23,7 @@ from multiprocessing import util
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from device_communicators.base import exits, forks, settings
+from device_communicators.base import forks, settings
 from device_communicators.base.errors import (
     CommunicationError,
     ConfigMismatchError,
@@ -32,7 +32,7 @@ from device_communicators.base.errors import (
     UsageError,
     format_ranks,
 )
-from device_communicators.base.helper_threads import HelperThread
+from device_communicators.base.helper_threads import HelperThread, prepare_exit
 from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage, naming_shortages
 
@@ -169,7 +169,7 @@ class World:
         if empty. `limit_s`: time without messages after which a host counts as unreachable. `beat_s`: time between two
         heartbeats. Raises ControlError if listening fails, or ResourceLimitError.
         """
-        exits.prepare()
+        prepare_exit()
         _leave_at_exit()
         self._library, self._pid = library, os.getpid()
         first, last = (port, port) if port is not None else settings.PORTS.get() or (0, 0)

@@ -177,6 +177,6 @@ class ControlStore(dist.Store):
 
     def _look_up(self, limit_s: float) -> list[str]:
         look_up = Call(lambda: resolve(*self.address))
-        if not look_up.wait(time.monotonic() + limit_s, lambda: False):
+        if not look_up.wait(time.monotonic() + limit_s):
             raise TimeoutError(f"the host name {self.address[0]!r} was not resolved within {limit_s:g} s")
         return [str(where[0]) for *_, where in look_up.result()]

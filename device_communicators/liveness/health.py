@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
-from device_communicators.base import exits, logs, settings
+from device_communicators.base import logs, settings
 from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
@@ -30,7 +30,7 @@ from device_communicators.base.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.base.helper_threads import Call
+from device_communicators.base.helper_threads import Call, prepare_exit
 from device_communicators.base.host import is_loopback
 from device_communicators.base.member import GroupMember
 from device_communicators.control.plane import Answer, Change, ControlError, Endpoint, Member, Verdict, World
@@ -105,7 +105,7 @@ class FailureDomain:
 
 def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
     call = Call(question)
-    if call.wait(time.monotonic() + limit_s, lambda: False):
+    if call.wait(time.monotonic() + limit_s):
         with contextlib.suppress(RuntimeError, ValueError, AttributeError):
             return call.result()
     return None
@@ -152,7 +152,7 @@ class UnmetError(Exception):
 
 class Watcher:
     def __init__(self) -> None:
-        exits.prepare()
+        prepare_exit()
         self._deaths: dict[int, Death] = {}
         self._news = threading.Condition()
         self._world: World | None = None

@@ -38,10 +38,10 @@ from parallel_state.messages import media  # noqa: F401
 from parallel_state.process_groups.agreement import Agreement
 from parallel_state.process_groups.joining import agree_on_settings, agree_on_token, prepare
 from parallel_state.process_groups.options import GroupOptions, check_backend
+from parallel_state.process_groups.pool import AbandonedError, run_watched
 from parallel_state.startup import environment, interfaces, reachability
 from parallel_state.startup.environment import ProcessEnvironment
 from parallel_state.startup.rendezvous import Met, meet
-from parallel_state.startup.watch import AbandonedError, run_watched
 
 logger = logging.getLogger("parallel_state")
 

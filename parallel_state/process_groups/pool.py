@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -34,16 +34,18 @@ from device_communicators.base.errors import (
     format_ranks,
     plain,
 )
-from device_communicators.liveness.health import Watcher, kind_of_deaths
+from device_communicators.base.helper_threads import Call
+from device_communicators.liveness.health import NOTICE_S, Watcher, kind_of_deaths
 from device_communicators.routing.waiting import abandon
 from parallel_state.process_groups.agreement import Agreement, digest
 from parallel_state.process_groups.options import GroupOptions
-from parallel_state.startup.watch import AbandonedError, run_watched
 
 _NOBODYS_TAG = (1 << 31) - 1
 _DESCRIPTORS = 32
+_POLL_S = 0.2
 
 RankLists = Sequence[Sequence[int]]
+T = TypeVar("T")
 
 
 _Key = tuple[tuple[int, ...], GroupOptions, int, str]
@@ -59,6 +61,38 @@ class Acquired:
 
     process_group: Any
     keys: tuple[_Key, ...]
+
+
+class AbandonedError(RuntimeError): ...
+
+
+def run_watched(
+    call: Callable[[Callable[[], bool]], T],
+    watcher: Watcher,
+    ranks: Sequence[int],
+    deadline: float,
+    has_failed: Callable[[], bool] = lambda: False,
+) -> T:
+    """Runs `call(is_abandoned)` in a thread, because torch can't be interrupted, and returns its result.
+
+    Raises AbandonedError if one of `ranks` exits, `has_failed()` returns True, or the deadline passes. `call` then
+    continues in its thread, and must undo its work once `is_abandoned()` returns True.
+    """
+    abandoned, polled_at = threading.Event(), time.monotonic()
+
+    def must_end() -> bool:
+        nonlocal polled_at
+        failure = False
+        if time.monotonic() - polled_at > _POLL_S:
+            polled_at, failure = time.monotonic(), has_failed()
+        return failure or bool(watcher.deaths_of(ranks))
+
+    running = Call(lambda: call(abandoned.is_set))
+    if not running.wait(deadline, must_end) and not running.wait(time.monotonic() + NOTICE_S):
+        abandoned.set()
+        late = time.monotonic() >= deadline + NOTICE_S
+        raise AbandonedError("the start's deadline passed" if late else "a rank exited or failed during the start")
+    return running.result()
 
 
 class LazyProcessGroup:

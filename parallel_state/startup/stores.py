@@ -12,7 +12,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -21,11 +20,11 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 
 from device_communicators.base.errors import InvalidArgumentError, RendezvousError
+from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import connect_to, resolve
 from device_communicators.control.client import ForeignServiceError, in_words
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
 from parallel_state.startup.job_store import JOB_STORE
-from parallel_state.startup.watch import in_thread
 
 T = TypeVar("T")
 
@@ -272,11 +271,11 @@ def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.s
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
     """Runs `make` in a thread and returns its result. Raises TimeoutError `grace_s` after the deadline."""
-    future = in_thread(make, "rendezvous")
+    call = Call(make)
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
-    if not wait([future], max(0.0, deadline - time.monotonic()) + grace_s).done:
+    if not call.wait(max(deadline, time.monotonic()) + grace_s):
         raise TimeoutError("the store, or the name server that resolves its address, doesn't answer")
-    return future.result()
+    return call.result()
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:

@@ -132,14 +132,14 @@ def test_programs_that_a_rank_of_launch_starts() -> None:
 LATE = """
 import sys, time, torch.distributed as dist
 from datetime import timedelta
-from parallel_state.startup.watch import in_thread
+from device_communicators.base.helper_threads import Call
 
 class Slow:
     def __del__(self):
         time.sleep(2.5)  # the interpreter's modules are taken apart
 
 sys.slow = Slow()
-in_thread(lambda: dist.HashStore().wait(["key"], timedelta(seconds=1)), "late")
+Call(lambda: dist.HashStore().wait(["key"], timedelta(seconds=1)))
 print("exits", flush=True)
 sys.exit(3)
 """

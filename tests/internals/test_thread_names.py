@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.base import exits
-from device_communicators.base.helper_threads import HelperThread, run_in_thread
+from device_communicators.base.helper_threads import THREADS, HelperThread, run_in_thread
 from device_communicators.c10d import creation
 from device_communicators.cpu import native
 
@@ -112,7 +111,7 @@ def _names_over_torch() -> tuple[list[str], dict[str, str]]:
 
 
 def _told(before: dict[int, str]) -> tuple[list[str], dict[str, str]]:
-    ours = {each.name: each.native_id for each in threading.enumerate() if each.name.startswith(exits.THREADS)}
+    ours = {each.name: each.native_id for each in threading.enumerate() if each.name.startswith(THREADS)}
     _until(lambda: all(_tasks().get(number or 0, "ps-").startswith("ps-") for number in ours.values()))
     now = _tasks()
     named = {name: now[number] for name, number in ours.items() if number in now}
@@ -122,7 +121,7 @@ def _told(before: dict[int, str]) -> tuple[list[str], dict[str, str]]:
 def _check(told: list[tuple[list[str], dict[str, str]]], expected: set[str], others: tuple[str, ...] = ()) -> None:
     for new, named in told:
         assert named
-        assert named == {name: f"ps-{name.removeprefix(exits.THREADS)}"[:15] for name in named}
+        assert named == {name: f"ps-{name.removeprefix(THREADS)}"[:15] for name in named}
         assert expected <= set(new)
         assert [name for name in new if not name.startswith(("ps-", *others))] == []
 
@@ -163,7 +162,7 @@ def test_a_long_name_is_cut() -> None:
     thread.join(DEADLINE_S)
     assert found == ["ps-much-too-lon"]
     assert thread.daemon
-    assert thread.name == f"{exits.THREADS}much-too-long-a-name"
+    assert thread.name == f"{THREADS}much-too-long-a-name"
 
 
 def test_threads_that_are_used_again_are_named() -> None:

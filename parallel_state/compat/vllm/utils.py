@@ -114,7 +114,7 @@ def init_gloo_process_group(
     # In a thread: gloo's store operations have no deadline.
     call = Call(lambda: dist.ProcessGroupGloo(prefix_store, group_rank, group_size, timeout))
     limit_s = timeout.total_seconds()
-    if not call.wait(time.monotonic() + limit_s + 1.0, lambda: False):
+    if not call.wait(time.monotonic() + limit_s + 1.0):
         raise CollectiveTimeoutError(
             f"rank {group_rank} of {group_size} could not make a gloo group within {limit_s:g} s: its store doesn't "
             "answer. See the log of the process that serves the store",

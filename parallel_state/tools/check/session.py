@@ -8,7 +8,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -17,9 +16,9 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.errors import LayoutError, ParallelStateError
+from device_communicators.base.helper_threads import Call
 from parallel_state.launch.launcher import launch
 from parallel_state.layout.resolution import resolve_layout
-from parallel_state.startup.watch import in_thread
 from parallel_state.tools.check import links, system, traffic
 from parallel_state.tools.check.evidence import Evidence
 from parallel_state.tools.check.facts import ERROR, EXIT_CODES, Facts, Finding, Link, Measured, Traffic, worst
@@ -219,10 +218,10 @@ class Session:
         options = self.options
         until = time.monotonic() + left_s
         run = partial(traffic.run, options.sizes, options.order, left_s, options.quick, note)
-        future = in_thread(run, "check-traffic")
-        if not wait([future], max(0.1, until + 0.3 - time.monotonic())).done:
+        call = Call(run)
+        if not call.wait(max(time.monotonic() + 0.1, until + 0.3)):
             return Traffic(problem=f"not finished within {left_s:.0f} s", stage=stage)
-        return future.result()
+        return call.result()
 
     def report(self, evidence: Evidence, found: list[Finding]) -> Report:
         found = sorted_by_severity(list({(each.code, each.found): each for each in found}.values()))

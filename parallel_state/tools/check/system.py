@@ -14,7 +14,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ import torch
 from device_communicators.base import host, settings
 from device_communicators.base.cores import parse_list
 from device_communicators.base.errors import ParallelStateError, SettingError
+from device_communicators.base.helper_threads import Call
 from device_communicators.cpu import native, native_build
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.job_store import JOB_STORE
-from parallel_state.startup.watch import in_thread
 from parallel_state.tools.check.facts import (
     Cpu,
     Facts,
@@ -65,9 +64,9 @@ def collect(deadline: float) -> Facts:
         "network": network, "versions": versions, "limits": limits, "cpu": cpu, "gpus": gpus,
         "compiled": compiled_part, "address": interfaces.whereabouts, "name": _own_name,
     }  # fmt: skip
-    running = {name: in_thread(read, f"check-{name}") for name, read in parts.items()}
-    for name, future in running.items():
-        value, problem = _result(future, max(0.05, deadline - time.monotonic()))
+    running = {name: Call(read) for name, read in parts.items()}
+    for name, call in running.items():
+        value, problem = _result(call, max(0.05, deadline - time.monotonic()))
         if problem:
             found.late[name] = problem
         elif name == "compiled":
@@ -80,7 +79,7 @@ def collect(deadline: float) -> Facts:
             setattr(found, name, value)
     with_own_gpu(found)
     if found.place.master_addr:
-        names = in_thread(lambda: _resolve(found.place.master_addr), "check-master")
+        names = Call(lambda: _resolve(found.place.master_addr))
         resolved, problem = _result(names, max(0.5, min(3.0, deadline - time.monotonic())))
         found.network.master_resolves_to = resolved or []
         if problem:
@@ -104,11 +103,13 @@ def with_set_cores(found: Facts) -> None:
             found.settings_wrong.append(str(error))
 
 
-def _result(future: Future[Any], limit_s: float) -> tuple[Any, str]:
-    if not wait([future], limit_s).done:
+def _result(call: Call, limit_s: float) -> tuple[Any, str]:
+    if not call.wait(time.monotonic() + limit_s):
         return None, f"no answer within {limit_s:.1f} s"
-    error = future.exception()
-    return (future.result(), "") if error is None else (None, f"{type(error).__name__}: {error}")
+    try:
+        return call.result(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
 
 
 def _text(path: str | Path) -> str:
