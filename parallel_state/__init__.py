@@ -66,7 +66,7 @@ _NAMES = {
     "parallel_state.layout.ranks": ["Grid", "Layout"],
     "parallel_state.layout.resolution": ["resolve_layout"],
     "parallel_state.messages.codec.types": ["is_registered", "register_type"],
-    "parallel_state.messages.handles": ["ReceiveHandle", "SendHandle"],
+    "parallel_state.messages.messenger": ["ReceiveHandle", "SendHandle"],
     "parallel_state.messages.tensor_dicts": ["TensorDictSpec"],
     "parallel_state.metrics": ["metrics"],
     "parallel_state.process_groups.options": ["GroupOptions"],

@@ -101,8 +101,8 @@ from parallel_state.layout.ranks import Layout as Layout
 from parallel_state.layout.resolution import resolve_layout as resolve_layout
 from parallel_state.messages.codec.types import is_registered as is_registered
 from parallel_state.messages.codec.types import register_type as register_type
-from parallel_state.messages.handles import ReceiveHandle as ReceiveHandle
-from parallel_state.messages.handles import SendHandle as SendHandle
+from parallel_state.messages.messenger import ReceiveHandle as ReceiveHandle
+from parallel_state.messages.messenger import SendHandle as SendHandle
 from parallel_state.messages.tensor_dicts import TensorDictSpec as TensorDictSpec
 from parallel_state.process_groups.options import GroupOptions as GroupOptions
 from parallel_state.regions import all_gather_last_dim_from_tensor_parallel_region as all_gather_last_dim_from_tensor_parallel_region

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import sysconfig
 import threading
 from functools import cache
@@ -12,8 +13,11 @@ from typing import Any
 
 from device_communicators.base.build_cache import CacheError, about_cache
 from device_communicators.base.member import Timeout
+from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native, native_build
 from device_communicators.cpu.native_build import BuildError, Recipe, Unit
+
+logger = logging.getLogger("parallel_state")
 
 SOURCES = Path(__file__).parent / "csrc"
 LEAN = SOURCES / "lean"
@@ -91,4 +95,36 @@ def recipe() -> Recipe:
         folders=(*native_build.FOLDERS, SOURCES, LEAN / "ATen"),
         usual_cpu_s=36.0,
         **flags,
+    )
+
+
+@cache
+def try_load_store() -> Any:
+    """Returns the compiled module, with a class `Store` for torch.
+
+    A Python store would make torch's own threads wait for the interpreter lock, and isn't safe when the interpreter
+    exits.
+    """
+    module, problem = try_load()
+    if module is None:
+        logger.info("torch's threads need the interpreter lock for the control plane's store, which %s", problem)
+    return module
+
+
+def for_torch(store: Any) -> Any:
+    """Returns a C++ client for the server of `store`, or `store` itself if it isn't a ControlStore or the compiled
+    module is missing. The caller must keep a returned ControlStore alive.
+    """
+    module = try_load_store() if isinstance(store, ControlStore) else None
+    if module is None:
+        return store
+    return module.Store(
+        library=str(store.library.path),
+        client=store.client(),
+        name=str(store),
+        address=store.address,
+        served_by=store.served_by,
+        access=store.access,
+        main_thread=threading.main_thread().ident,
+        timeout=store.timeout,
     )

@@ -29,7 +29,7 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import Call, HelperThread
 from device_communicators.base.member import LOST, Timeout
 from device_communicators.base.torch_internals import backend_options, gloo_backend, set_backend_timeout, set_store
-from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.extension import for_torch
 from device_communicators.c10d.world import World
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.work import TransferError

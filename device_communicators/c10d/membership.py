@@ -31,7 +31,7 @@ from device_communicators.base.errors import (
 )
 from device_communicators.base.host import process_domain
 from device_communicators.base.torch_internals import backend_options, set_members
-from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.extension import for_torch
 from device_communicators.c10d.group import as_torch_error
 from device_communicators.c10d.world import World, address_of
 from device_communicators.control.plane import Endpoint

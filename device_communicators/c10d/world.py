@@ -14,7 +14,7 @@ import torch.distributed as dist
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import address_towards
-from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.extension import for_torch
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.native_group import Members
 from device_communicators.cpu.watching import know_neighbours, meet

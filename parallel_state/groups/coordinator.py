@@ -66,8 +66,7 @@ from parallel_state.groups.creation import Traits
 from parallel_state.messages import calls as messages
 from parallel_state.messages import tensor_dicts as by_spec
 from parallel_state.messages.buffers import Buffers, checked_buffers
-from parallel_state.messages.handles import NoReceive, NoSend, ReceiveHandle, SendHandle
-from parallel_state.messages.messenger import Messenger
+from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
 from parallel_state.messages.tensor_dicts import TensorDictSpec
 from parallel_state.messages.wire import AllGatherGroup
 from parallel_state.process_groups.agreement import Request, digest
@@ -407,7 +406,7 @@ class GroupCoordinator:
         text = self.route.explain()
         if self.pool is None:
             return text
-        from parallel_state.startup.job_store import store_in_words
+        from parallel_state.startup.stores import store_in_words
 
         watcher = self.context.watcher
         ends = "" if watcher is None else watcher.explain(self.context.other_ranks)

@@ -148,8 +148,7 @@ def _core_lists(nproc: int) -> str:
 def _run_ranks(
     content: bytes, secret: bytes, config: LaunchConfig, environs: list[dict[str, str]], deadline: float
 ) -> list[Any]:
-    from parallel_state.launch.failures import raise_failure
-    from parallel_state.launch.processes import Ranks, signals_raise
+    from parallel_state.launch.processes import Ranks, raise_failure, signals_raise
 
     inherited = dict(os.environ)
     if len(environs) > 1:

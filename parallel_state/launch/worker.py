@@ -6,6 +6,7 @@ pipe `leash` closes. Workers write reports to unnamed files, so that they never 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import fcntl
@@ -13,6 +14,8 @@ import logging
 import multiprocessing
 import os
 import pickle
+import re
+import resource
 import select
 import signal
 import sys
@@ -32,14 +35,64 @@ from device_communicators.base.torch_internals import find_stores_by
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 from parallel_state.launch.config import LaunchConfig
-from parallel_state.launch.inheritance import Inheritance
 from parallel_state.startup.binding import bind_to_cores
-from parallel_state.startup.job_store import JOB_STORE
+from parallel_state.startup.stores import JOB_STORE
 
 STORE_NAME = "launch's store"
 EXIT_S = 5.0  # for a failed worker to exit, and for the kernel to end a killed one
 _TEXT_LIMIT = 32_768  # characters of a remote traceback
 REPORT_BYTES = 4 * _TEXT_LIMIT + 4096
+_LIMITS = tuple(sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")}))
+_NEEDED = (signal.SIGTERM, signal.SIGCHLD)
+"""Signals that no rank blocks: SIGTERM stops ranks, and SIGCHLD reports exits of a rank's children."""
+
+
+@dataclass(frozen=True)
+class Inheritance:
+    """The launcher's umask, cores, limits and signal mask. Ranks otherwise have those of the fork server."""
+
+    umask: int | None
+    cores: frozenset[int]
+    limits: tuple[tuple[int, tuple[int, int]], ...]
+    blocked: frozenset[int]
+
+    @classmethod
+    def of_this_process(cls) -> Inheritance:
+        found = _status(os.getpid(), "Umask")
+        return cls(
+            umask=int(found, 8) if found else None,
+            cores=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
+            limits=tuple((number, resource.getrlimit(number)) for number in _LIMITS),
+            blocked=frozenset(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+        )
+
+    def take_over(self) -> None:
+        """Applies the launcher's umask, cores, limits and signal mask to this process, as far as permitted."""
+        if self.umask is not None:
+            os.umask(self.umask)
+        if self.cores and self.cores != os.sched_getaffinity(0):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, self.cores)
+        for number, limit in self.limits:
+            if resource.getrlimit(number) != limit:
+                with contextlib.suppress(OSError, ValueError):
+                    resource.setrlimit(number, limit)
+        for needed in _NEEDED:
+            if signal.getsignal(needed) == signal.SIG_IGN:
+                signal.signal(needed, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked - {*map(int, _NEEDED)})
+
+
+def blocked_signals(pid: int) -> int:
+    """Returns the signals that process `pid` blocks, as a bit mask whose bit 0 is SIGHUP; 0 if unknown."""
+    return int(_status(pid, "SigBlk") or "0", 16)
+
+
+def _status(pid: int, field: str) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+        found = re.search(rf"^{field}:\s*(\S+)", file.read(), re.MULTILINE)
+        return found[1] if found else ""
+    return ""
 
 
 class Inherited:

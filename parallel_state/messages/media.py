@@ -32,8 +32,7 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.states import waiting_for
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
-from parallel_state.messages.medium import Medium
-from parallel_state.messages.reader import Reader
+from parallel_state.messages.reader import Medium, Reader
 from parallel_state.messages.wire import (
     DONE,
     FRAME_BYTES,

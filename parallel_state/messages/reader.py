@@ -13,12 +13,15 @@ from torch import Tensor
 
 from device_communicators.base import settings
 from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
+from device_communicators.calls.user_call import UserCall
+from device_communicators.cpu.types import PastPython
 from device_communicators.routing.route import Route
+from device_communicators.routing.started import Handle
 from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import TensorMetadata
-from parallel_state.messages.wire import NOTHING, AllGatherGroup, Header
+from parallel_state.messages.wire import NOTHING, AllGatherGroup, Cut, Header, Outgoing
 
 
 class Owner(Protocol):
@@ -163,3 +166,37 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
             rank=context.rank,
             suspect_ranks=[context.ranks[src]],
         ) from error
+
+
+class Medium(Protocol):
+    """What `media` implements: a way to carry messages: to one rank, or to all ranks if the call is a broadcast."""
+
+    takes_many: bool
+    """True if many small CPU tensors cost no more than one tensor of their total size."""
+    past_python: PastPython | None = None
+
+    def post(
+        self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
+    ) -> Outgoing | Handle | bool:
+        """Tries to send the object to rank `dst`, or to all ranks if `call` is a broadcast.
+
+        Returns True if the send is complete, or the handle of a started send. If nothing was sent, returns the encoded
+        message, or False if the caller must encode the object. `cut`: the part of each tensor to send. `waits`: waits
+        for the send to complete.
+        """
+        return False
+
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]: ...
+
+    def send(self, outgoing: Outgoing, dst: int) -> None:
+        for part in self.isend(outgoing, dst):
+            part.wait()
+
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None: ...
+
+    def start_receive(self, reader: Reader) -> None: ...
+
+    def end_receive(self, reader: Reader) -> None:
+        return
+
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]: ...

@@ -117,7 +117,7 @@ def prepare(world_size: int) -> None:
     """Compiles the native code before any deadline starts. Removes files in /dev/shm whose processes have exited. Does
     nothing for a `world_size` of 1.
     """
-    from device_communicators.c10d import control_store, extension
+    from device_communicators.c10d import extension
     from device_communicators.cpu import native
     from device_communicators.cpu.segment import sweep
 
@@ -129,7 +129,7 @@ def prepare(world_size: int) -> None:
     if settings.SHARED_MEMORY.get():
         with contextlib.suppress(native.NativeUnavailableError):
             native.load()
-    control_store.try_load()
+    extension.try_load_store()
     if settings.CPU_BACKEND.get() == "parallel_state":
         from device_communicators.c10d import creation
 

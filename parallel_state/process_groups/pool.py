@@ -296,7 +296,7 @@ class ProcessGroupPool:
                 self.agreement.forget_addresses(name, ranks)
 
         def make(is_abandoned: Callable[[], bool]) -> Any:
-            from device_communicators.c10d.control_store import for_torch
+            from device_communicators.c10d.extension import for_torch
 
             served = self.watcher.store_of(ranks)
             store = None if served is None else BoundedStore(for_torch(served.raw))

@@ -152,7 +152,7 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
     """Returns True if torchrun or this library's `launch` serves the store at `address`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
-    client = sys.modules.get("parallel_state.startup.job_store")  # workers of `launch` import it
+    client = sys.modules.get("parallel_state.startup.stores")  # workers of `launch` import it
     return client is not None and address is not None and client.JOB_STORE.try_get(*address) is not None
 
 

@@ -39,7 +39,7 @@ from device_communicators.base.errors import (
     format_ranks,
 )
 from device_communicators.base.host import address_towards, is_loopback
-from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.extension import for_torch
 from device_communicators.control.client import ForeignServiceError
 from device_communicators.control.plane import Endpoint, Verdict
 from device_communicators.control.store import ControlStore

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from device_communicators.base.errors import InvalidArgumentError, RendezvousError
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import connect_to, resolve
+from device_communicators.base.torch_internals import default_store
 from device_communicators.control.client import ForeignServiceError, in_words
+from device_communicators.control.store import ControlStore
 from parallel_state.startup.environment import ProcessEnvironment, launcher_serves_store
-from parallel_state.startup.job_store import JOB_STORE
 
 T = TypeVar("T")
 
@@ -37,6 +38,29 @@ _STRANGER_S = 0.2  # for a service to identify itself
 _ARRIVAL_S = 1.0  # for a connection that a proxy accepted to arrive here
 _PAUSES_S = (0.002, 0.5)
 _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at first, and later
+
+
+class JobStore:
+    """Keeps a reference to the store that `launch` passed to this process, because torch's C++ code keeps none."""
+
+    def __init__(self) -> None:
+        self._store: ControlStore | None = None
+        self._all: list[ControlStore] = []
+
+    def put(self, store: ControlStore | None) -> None:
+        """Stores `store` and closes the previous one, but keeps its object: an abandoned process group can use it."""
+        before, self._store = self._store, store
+        if before is not None:
+            before.close()
+        if store is not None:
+            self._all.append(store)
+
+    def try_get(self, host: str, port: int) -> ControlStore | None:
+        store = self._store
+        return store if store is not None and store.address == (host, port) else None
+
+
+JOB_STORE = JobStore()
 
 
 class StoreWay(NamedTuple):
@@ -358,3 +382,16 @@ def _receive(connection: socket.socket, count: int, until: float, closed: bytes 
             break
         received += data
     return received
+
+
+def store_in_words() -> str:
+    if not dist.is_initialized():
+        return "none: torch.distributed has no default group"
+    store: Any = default_store().raw
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if access := getattr(store, "access", ""):
+        return f"{store}, which requires {access}"
+    if isinstance(store, dist.TCPStore):
+        return f"TCPStore at {store.host}:{store.port}, which accepts every process that reaches it"
+    return type(store).__name__

@@ -10,8 +10,7 @@ from typing import Any
 from device_communicators.base.cores import spans
 from device_communicators.machine.topology import P2P_STATUS, PCIE_PATHS, Gpu, Path, Topology, read_topology
 from device_communicators.machine.visible_devices import Visible, visible_devices
-from parallel_state.tools.arguments import command_parser
-from parallel_state.tools.output import STDOUT, add_json, as_json, columns, write
+from parallel_state.tools.arguments import STDOUT, add_json, as_json, columns, command_parser, write
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

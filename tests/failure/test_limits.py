@@ -204,7 +204,7 @@ def test_a_start_imports_what_groups_need(imports: list[str]) -> None:
     modules = imports[0].split()
     for name in ("host_memory", "native_group"):
         assert f"device_communicators.cpu.{name}" in modules
-    for name in ("messages.media", "startup.job_store"):
+    for name in ("messages.media", "startup.stores"):
         assert f"parallel_state.{name}" in modules
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from parallel_state import __main__ as commands
 from parallel_state.__main__ import main
+from parallel_state.tools.arguments import require_writable
 from parallel_state.tools.check import command as check
-from parallel_state.tools.output import require_writable
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120

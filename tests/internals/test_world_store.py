@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.extension import for_torch
 from device_communicators.control.client import MOST_BYTES, ForeignServiceError
 from device_communicators.control.plane import Member, World
 from device_communicators.control.store import ControlStore
@@ -237,7 +237,7 @@ def test_torch_s_store_ends_waits_for_a_signal(world: World) -> None:
 RANK = """
 import ctypes, sys, time
 import torch, torch.distributed as dist
-from device_communicators.c10d.control_store import for_torch
+from device_communicators.c10d.extension import for_torch
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
 

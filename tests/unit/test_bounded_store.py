@@ -58,7 +58,7 @@ MAY_HOLD_RAW = {
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_connect": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_shake_hands": "made within a deadline",
-    "parallel_state/startup/job_store.py:store_in_words": "reads an address",
+    "parallel_state/startup/stores.py:store_in_words": "reads an address",
     "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",
 }
 """Functions that make, name or pass on a torch store, with what bounds its operations."""

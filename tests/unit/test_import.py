@@ -157,7 +157,7 @@ NOT_BROUGHT = (
     # Ours: imported when ranks meet, a launcher starts ranks, or a group has GPUs.
     "parallel_state.groups.world",
     "parallel_state.startup.rendezvous",
-    "parallel_state.startup.job_store",
+    "parallel_state.startup.stores",
     "device_communicators.control.store",
     "parallel_state.messages.media",
     "parallel_state.launch.store",

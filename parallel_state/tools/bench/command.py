@@ -25,11 +25,10 @@ import parallel_state as ps
 from device_communicators.base.errors import SettingError
 from device_communicators.base.interrupts import signals_wait
 from parallel_state.startup import environment
-from parallel_state.tools.arguments import command_parser, positive
+from parallel_state.tools.arguments import command_parser, positive, require_writable
 from parallel_state.tools.bench.names import OBJECT, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import bandwidths, figure, nccl_bytes, p50, p99, recorded, size_name, write_json
 from parallel_state.tools.bench.rounds import Plan, Row
-from parallel_state.tools.output import require_writable
 
 ALL = (*OPERATIONS, PING_PONG, OBJECT)
 QUICK = ("all_reduce", "all_gather", PING_PONG, OBJECT)

@@ -26,8 +26,7 @@ from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.interrupts import signals_wait
 from parallel_state.layout.axes import AXES
 from parallel_state.startup import environment
-from parallel_state.tools.arguments import PROGRAM, command_parser, positive
-from parallel_state.tools.output import add_json, require_writable
+from parallel_state.tools.arguments import PROGRAM, add_json, command_parser, positive, require_writable
 from parallel_state.tools.plan.command import add_sizes
 
 _LEAST_S = 5.0

@@ -19,8 +19,7 @@ from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import RendezvousError
 from device_communicators.base.host import connect_to
 from device_communicators.control.client import ForeignServiceError
-from parallel_state.startup.job_store import JOB_STORE
-from parallel_state.startup.stores import ask_for_store, check_own, listen_on, looks, open_tcp_store
+from parallel_state.startup.stores import JOB_STORE, ask_for_store, check_own, listen_on, looks, open_tcp_store
 from parallel_state.tools.check.facts import Facts, Place
 
 T = TypeVar("T")

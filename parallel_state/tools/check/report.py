@@ -12,10 +12,10 @@ import msgspec
 
 from device_communicators.base.cores import spans
 from device_communicators.base.errors import format_ranks
+from parallel_state.tools.arguments import STDOUT, columns, write
 from parallel_state.tools.check.evidence import core_times, groups_of_kind
 from parallel_state.tools.check.facts import ERROR, INFO, WARNING, Facts, rate
 from parallel_state.tools.check.session import Outcome, Report
-from parallel_state.tools.output import STDOUT, columns, write
 
 _MOST_ROWS = 16
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]

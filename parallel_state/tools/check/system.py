@@ -26,7 +26,7 @@ from device_communicators.base.errors import ParallelStateError, SettingError
 from device_communicators.base.helper_threads import Call
 from device_communicators.cpu import native, native_build
 from parallel_state.startup import binding, environment, interfaces
-from parallel_state.startup.job_store import JOB_STORE
+from parallel_state.startup.stores import JOB_STORE
 from parallel_state.tools.check.facts import (
     Cpu,
     Facts,

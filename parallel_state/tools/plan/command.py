@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from device_communicators.base.errors import LayoutError
 from parallel_state.layout.axes import AXES, PRESETS
-from parallel_state.tools.arguments import command_parser, positive
-from parallel_state.tools.output import STDOUT, add_json, as_json, write
+from parallel_state.tools.arguments import STDOUT, add_json, as_json, command_parser, positive, write
 from parallel_state.tools.plan.fit import changes_that_fit
 from parallel_state.tools.plan.groups import Request, count_communicators, make_plan
 from parallel_state.tools.plan.page import MAX_RANKS, default_kind, page

@@ -20,7 +20,7 @@ from textwrap import fill
 from typing import Any
 
 from device_communicators.base.errors import LayoutError
-from parallel_state.tools.output import columns
+from parallel_state.tools.arguments import columns
 from parallel_state.tools.plan.fit import Change
 from parallel_state.tools.plan.groups import (
     ALL_TO_ALL,

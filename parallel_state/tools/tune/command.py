@@ -21,8 +21,7 @@ from pathlib import Path
 
 import parallel_state as ps
 from parallel_state.startup import environment
-from parallel_state.tools.arguments import command_parser, positive
-from parallel_state.tools.output import require_writable
+from parallel_state.tools.arguments import command_parser, positive, require_writable
 from parallel_state.tools.tune import PROOF_CALLS, SIZES
 
 RUN_S = 3600.0
