@@ -7,14 +7,12 @@ gloo.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +24,7 @@ from device_communicators.base.errors import UnsupportedError
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.member import Timeout
 from device_communicators.c10d import extension
-from device_communicators.c10d.group import Group, make_gloo
+from device_communicators.c10d.group import Group, lost_store, make_gloo
 from device_communicators.c10d.membership import create_reconfigurable
 from device_communicators.c10d.world import World
 from device_communicators.cpu.host_memory import HostMemory
@@ -134,21 +132,6 @@ def create_group(options: Any, world: World | None = None) -> Any:
     return backend
 
 
-@contextlib.contextmanager
-def _named(store: BoundedStore, world: World, members: Members) -> Iterator[None]:
-    started = time.monotonic()
-    try:
-        yield
-    except dist.DistError as error:
-        kind, why, suspects = world.watcher.explain_lost_store(store, error, members.ranks)
-        elapsed_s = time.monotonic() - started
-        text = (
-            f"the start of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves the "
-            "store"
-        )
-        raise members.failure(kind, text, "new_group", suspect_ranks=suspects, elapsed_s=elapsed_s) from error
-
-
 def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any) -> Any:
     world.end_watch()
     if not world.has_warned and logs.is_first_of_host():
@@ -159,11 +142,14 @@ def _over_gloo(world: World, store: BoundedStore, members: Members, timeout: Any
             world.over_gloo,
         )
     rank, size = members.rank, len(members.ranks)
+    started = time.monotonic()
     call = Call(lambda: make_gloo(store.prefixed("gloo"), rank, size, timeout, world.address))
-    with _named(store, world, members):
-        if not call.wait(time.monotonic() + timeout.total_seconds() + LAST_WORD_S):
+    try:
+        if not call.wait(started + timeout.total_seconds() + LAST_WORD_S):
             raise StoreSilentError(f"{store} did not answer, so the ranks could not connect over gloo")
         return call.result()
+    except dist.DistError as error:
+        raise lost_store(store, error, world, members, members.ranks, "the start", started) from error
 
 
 @atexit.register

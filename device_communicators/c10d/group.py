@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -233,10 +233,7 @@ class Group:
         if collectives is None:
             return self._members.destroyed()
         self._members.timeout.set(timeout_s - Timeout.extra_s)
-        found = collectives.failure(status, method, elapsed_s)
-        if isinstance(found, TransferError):
-            return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
-        return self._failed(found, method, elapsed_s)
+        return self._failed(collectives.failure(status, method, elapsed_s), method, elapsed_s)
 
     def window_error(self, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float) -> BaseException:
         collectives = self._alone or self.collectives
@@ -245,8 +242,6 @@ class Group:
         found = window_failure(collectives, status, method, rank, elapsed_s, timeout_s)
         if status == TIMED_OUT:  # the group stays usable
             return as_torch_error(found)
-        if isinstance(found, TransferError):
-            return self._transport_error(found, method, found.peer, elapsed_s, "between hosts")
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
@@ -271,6 +266,8 @@ class Group:
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
         """Marks the group as failed by `error` and returns the error to raise."""
+        if isinstance(error, TransferError):
+            return self._transport_error(error, operation, error.peer, elapsed_s, "between hosts")
         if not isinstance(error, CommunicationError):
             return error
         first, collectives = self._first_failure, self._memory.collectives
@@ -300,8 +297,6 @@ class Group:
             native.load().raise_interruption()
         operation, elapsed_s = failed.operation, failed.elapsed_us / 1e6
         found = failure_of(self._members, failed, failure_text_of(native.load(), self.transfers))
-        if isinstance(found, TransferError):
-            return self._transport_error(found, operation, found.peer, elapsed_s, "between hosts")
         return self._failed(found, operation, elapsed_s)
 
     def gloo_error(self, text: str, operation: str, peer: int, elapsed_s: float) -> BaseException | None:
@@ -348,7 +343,8 @@ class Group:
         if self.context.deaths():
             raise as_torch_error(died(self.context, "new_group", started))
         silent = StoreSilentError(f"{store} did not let the ranks connect over gloo")
-        raise self._lost_store(silent, "new_group", started)
+        ranks = self.context.failure_ranks
+        raise as_torch_error(lost_store(self._store, silent, self._world, members, ranks, "new_group", started))
 
     def _connect_gloo(self) -> None:
         """Connects all ranks over gloo by a barrier.
@@ -366,17 +362,6 @@ class Group:
                 kind_of_failure(str(error)), text, "new_group", started=started
             )
             raise attributed(context, "new_group", started, failure) from error
-
-    def _lost_store(self, error: RuntimeError, operation: str, started: float) -> BaseException:
-        members, elapsed_s = self._members, time.monotonic() - started
-        kind, why, suspects = self._world.watcher.explain_lost_store(self._store, error, self.context.failure_ranks)
-        text = (
-            f"{operation} of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves "
-            "the store"
-        )
-        failure = members.failure(kind, text, operation, suspect_ranks=suspects, elapsed_s=elapsed_s)
-        failure.__cause__ = error
-        return as_torch_error(failure)
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Waits for all ranks. After rank 0's `timeout`, raises CollectiveTimeoutError, which names the first missing
@@ -462,6 +447,26 @@ class Group:
         if os.getpid() == self._pid:
             self.leave()
             self._memory.close()
+
+
+def lost_store(
+    store: BoundedStore,
+    error: RuntimeError,
+    world: World,
+    members: Members,
+    ranks: Collection[int],
+    what: str,
+    started: float,
+) -> CommunicationError:
+    """Returns the error of `what`, a creation of the group, that failed by `error` of its store."""
+    kind, why, suspects = world.watcher.explain_lost_store(store, error, ranks)
+    elapsed_s = time.monotonic() - started
+    text = (
+        f"{what} of {members} failed after {elapsed_s:.3f} s: {why}. See the log of the process that serves the store"
+    )
+    failure: CommunicationError = members.failure(kind, text, "new_group", suspect_ranks=suspects, elapsed_s=elapsed_s)
+    failure.__cause__ = error
+    return failure
 
 
 def make_gloo(store: BoundedStore, rank: int, size: int, timeout: timedelta, address: str) -> Any:
