@@ -56,7 +56,7 @@ def check_options(
         raise InvalidArgumentError(
             f"spec of {operation} on {context} must be a TensorDictSpec, but is a {type(spec).__name__}"
         )
-    if all_gather_group is not None and not hasattr(all_gather_group, "rank_in_group"):
+    if all_gather_group is not None and type(getattr(all_gather_group, "rank_in_group", None)) is not int:
         raise InvalidArgumentError(
             f"all_gather_group of {operation} on {context} must be a GroupCoordinator, but is a "
             f"{type(all_gather_group).__name__}"

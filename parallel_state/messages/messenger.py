@@ -101,7 +101,7 @@ class Messenger:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
             cut = wire.WHOLE if group is None else wire.cut_of(group, all_gather_tensors)
-            posted = cut is not None and self.medium.post(obj, dst, None, cut, waits)
+            posted = self.medium.post(obj, dst, None, cut, waits)
             if posted is True:
                 return None
             if posted is not False:
@@ -332,19 +332,16 @@ class Messenger:
                 handle.take_in()
 
     def broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        call = message_call(BROADCAST_BY_SPEC, src)
+        call, is_src = message_call(BROADCAST_BY_SPEC, src), self.route.context.rank == src
         with self.route.alone(call):
-            self._broadcast_list(tensors, form, src, call)
-
-    def _broadcast_list(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall) -> None:
-        flat = _all_dense(tensors)
-        on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
-        if on_cpu and self.route.context.rank == src:
-            self.medium.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)
-        elif on_cpu:
-            self._fill(on_cpu, form, src, call)
-        self.route.run_list("broadcast_", on_device, src, part_of=_BROADCAST_LIST, method=call.method)
-        if self.route.context.rank != src:
+            flat = _all_dense(tensors)
+            on_cpu, on_device = self._split_by_device(flat, _BROADCAST_LIST)
+            if on_cpu and is_src:
+                self.medium.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)
+            elif on_cpu:
+                self._fill(on_cpu, form, src, call)
+            self.route.run_list("broadcast_", on_device, src, part_of=_BROADCAST_LIST, method=call.method)
+        if not is_src:
             _copy_back(tensors, flat)
 
     def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
@@ -357,16 +354,13 @@ class Messenger:
             return [torch.cat([as_bytes(tensor) for tensor in tensors])]
         return [torch.empty(size_bytes, dtype=torch.uint8, device=wire.CPU)]
 
-    def _check_dense(self, tensors: Sequence[Tensor], counted: str) -> None:
+    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
         for x in tensors:
             if x.layout is not torch.strided or x.is_nested or dtype_refusal(x.dtype) is not None:
                 raise InvalidArgumentError(
                     f"{counted} on {self.route.context} takes only dense tensors; send sparse and quantized "
                     "tensors in separate calls"
                 )
-
-    def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
-        self._check_dense(tensors, counted)
         flat = [dense(x) for x in tensors]
         return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
 

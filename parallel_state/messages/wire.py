@@ -148,14 +148,14 @@ def encode(
     allow_pickle: bool,
 ) -> Outgoing:
     """Encodes `obj`, which must be a `must_be`. Never raises: after an error, returns a message with its text."""
+    part = cut_of(all_gather_group, all_gather_tensors)
     if must_be is None or isinstance(obj, must_be):
-        part = cut_of(all_gather_group, all_gather_tensors)
-        packed = None if part is None else codec_values.pack(obj, part)
-        if packed is not None and part is not None:
+        packed = codec_values.pack(obj, part)
+        if packed is not None:
             return of_packed(packed, part)
     whole: set[int] = set()
+    slices = part.slices
     try:
-        slices = _slices_of(all_gather_group)
         if slices > 1 and all_gather_tensors and isinstance(obj, dict):
             obj, whole = _kept_whole(obj, all_gather_tensors)
         encoded = _encode_checked(obj, allow_pickle, must_be)
@@ -165,27 +165,22 @@ def encode(
         return Outgoing(head_of(Header(_ERROR, 0, 0, len(text), 0), text), [], error)
     tensor_bytes = sum(tensor.nbytes for tensor in tensors)
     cut = [False] * len(tensors)
-    if all_gather_group is not None and slices > 1:
+    if slices > 1:
         cut = [
             can_be_cut(tensor.numel(), slices) and id(original) not in whole
             for tensor, original in zip(tensors, encoded.tensors, strict=True)
         ]
-        tensors = _cut(tensors, cut, slices, all_gather_group.rank_in_group)
+        tensors = _cut(tensors, cut, slices, part.mine)
     header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
     return Outgoing(head_of(header, encoded.metadata, bytes(cut)), tensors)
 
 
-def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut | None:
-    """Returns which slice of each tensor this rank sends: `WHOLE` without a group. Returns None if `group` isn't a
-    group; `encode` then returns the error.
-    """
+def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut:
+    """Returns which slice of each tensor this rank sends: `WHOLE` without a group."""
     if group is None:
         return WHOLE
-    size, mine = getattr(group, "world_size", None), getattr(group, "rank_in_group", None)
-    if type(size) is not int or type(mine) is not int:
-        return None
     whole = {key: None for key, gather in (all_gather_tensors or {}).items() if not gather}
-    return Cut(size, mine, whole or None)
+    return Cut(group.world_size, group.rank_in_group, whole or None)
 
 
 def of_packed(packed: Packed, cut: Cut) -> Outgoing:
@@ -206,16 +201,6 @@ def _view_of(data: bytes, start: int) -> Tensor:
 
 def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
     return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
-
-
-def _slices_of(group: AllGatherGroup | None) -> int:
-    if group is None:
-        return 0
-    if not hasattr(group, "rank_in_group"):
-        raise InvalidArgumentError(
-            f"all_gather_group must be a GroupCoordinator, such as get_tp_group(), but is a {type(group).__name__}"
-        )
-    return group.world_size
 
 
 def can_be_cut(numel: int, slices: int) -> bool:

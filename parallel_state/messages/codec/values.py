@@ -54,20 +54,17 @@ _PLAIN = _CAREFUL | {int, str}
 _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
-class _Library:
-    objects: PlainObjects | None = None
-
-
-_library = _Library()
+_objects: PlainObjects | None = None
 
 
 def use_library() -> PlainObjects:
-    if _library.objects is None:
+    global _objects
+    if _objects is None:
         from device_communicators.cpu import native, plain_tree
 
         dtype_names = {number: DTYPE_NAMES[dtype] for dtype, number in DTYPE_NUMBERS.items()}
-        _library.objects = plain_tree.PlainObjects(native.load(), MAX_DEPTH, MOST_NUMBERS, dtype_names)
-    return _library.objects
+        _objects = plain_tree.PlainObjects(native.load(), MAX_DEPTH, MOST_NUMBERS, dtype_names)
+    return _objects
 
 
 @functools.cache
@@ -87,7 +84,7 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    return None if _library.objects is None else _library.objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
+    return None if _objects is None else _objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
 
 
 class RefusedError(Exception):
