@@ -141,6 +141,11 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
 
 
+def quantize(normed: Tensor, *scale: Tensor) -> tuple[Tensor, ...]:
+    """Quantizes by `scale`, or else by row; then the scales are returned, too."""
+    return (static_fp8_quant(normed, *scale),) if scale else dynamic_per_token_fp8_quant(normed)
+
+
 @contextmanager
 def default_state(x: Tensor) -> Iterator[None]:
     """Runs the block in the default floating-point state if `x` is on the CPU, because other states give different

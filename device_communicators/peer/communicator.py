@@ -6,6 +6,9 @@ position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,19 @@ ALIGNMENT = 16
 
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)
+
+
+def _fused_norm(operation: str, kind: str) -> Callable[..., tuple[Tensor, ...]]:
+    def run(
+        self: PeerMemoryCommunicator, x: Tensor, residual: Tensor, weight: Tensor, *scale_and_eps: Any
+    ) -> tuple[Tensor, ...]:
+        *scale, eps = scale_and_eps
+        if not self._fuses(x, residual, weight) or any(s.numel() != 1 or s.dtype != torch.float32 for s in scale):
+            return COMPOSED[operation](self, x, residual, weight, *scale_and_eps)
+        x, residual, weight, *scale = map(self._placed, (x, residual, weight, *scale))
+        return self.group.norm(kind, x, residual, weight, eps, *scale)
+
+    return run
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
@@ -110,25 +126,11 @@ class PeerMemoryCommunicator(PartialCommunicator):
             self.group.all_reduce(out, x, self.algorithm(x.nbytes))
         return out
 
-    def all_reduce_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if not self._fuses(x, residual, weight):
-            return COMPOSED["all_reduce_add_rms_norm"](self, x, residual, weight, eps)
-        return self.group.norm(self._placed(x), self._placed(residual), self._placed(weight), eps)
-
-    def all_reduce_add_rms_norm_static_fp8_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        if not self._fuses(x, residual, weight) or scale.numel() != 1 or scale.dtype != torch.float32:
-            return COMPOSED["all_reduce_add_rms_norm_static_fp8_quant"](self, x, residual, weight, scale, eps)
-        placed = self._placed(x), self._placed(residual), self._placed(weight), self._placed(scale)
-        return self.group.norm_static_fp8(*placed, eps)
-
-    def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not self._fuses(x, residual, weight):
-            return COMPOSED["all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"](self, x, residual, weight, eps)
-        return self.group.norm_token_fp8(self._placed(x), self._placed(residual), self._placed(weight), eps)
+    all_reduce_add_rms_norm = _fused_norm("all_reduce_add_rms_norm", "")
+    all_reduce_add_rms_norm_static_fp8_quant = _fused_norm("all_reduce_add_rms_norm_static_fp8_quant", "_static_fp8")
+    all_reduce_add_rms_norm_dynamic_per_token_fp8_quant = _fused_norm(
+        "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant", "_token_fp8"
+    )
 
     def _fuses(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
         admission = self.group.admission

@@ -155,14 +155,14 @@ class PeerGroup:
         one = torch.ones(1, device=self.context.device)
 
         def plain() -> tuple[Tensor, Tensor]:
-            normed, y = self.norm(x, residual, weight, 0.0)
+            normed, y = self.norm("", x, residual, weight, 0.0)
             return torch.cat([normed, y]), torch.cat([weight.expand(rows, hidden), torch.ones_like(x)])
 
         def static_fp8() -> tuple[Tensor, Tensor]:
-            return self.norm_static_fp8(x, residual, weight, one, 0.0)[0].float(), quantized
+            return self.norm("_static_fp8", x, residual, weight, 0.0, one)[0].float(), quantized
 
         def token_fp8() -> tuple[Tensor, Tensor]:
-            found, scales, _ = self.norm_token_fp8(x, residual, weight.clamp(max=448), 0.0)
+            found, scales, _ = self.norm("_token_fp8", x, residual, weight.clamp(max=448), 0.0)
             return found.float() * scales, quantized
 
         yield from ((_NORM, plain), (f"{_NORM}_static_fp8", static_fp8), (f"{_NORM}_token_fp8", token_fp8))
@@ -287,34 +287,16 @@ class PeerGroup:
             return False
         return self._norm_grid(x.dtype, x.numel(), x.shape[-1])[0] > 0
 
-    def norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        out, y = torch.empty_like(x), torch.empty_like(x)
-        self._launch_norm("", (x, residual, weight, None), (out, y, None), eps)
-        return out, y
-
-    def norm_static_fp8(
-        self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
-        self._launch_norm("_static_fp8", (x, residual, weight, scale), (out, y, None), eps)
-        return out, y
-
-    def norm_token_fp8(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        out, y = torch.empty_like(x, dtype=FP8), torch.empty_like(x)
-        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-        self._launch_norm("_token_fp8", (x, residual, weight, None), (out, y, scales), eps)
-        return out, scales, y
-
-    def _launch_norm(
-        self,
-        kind: str,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor | None],
-        outputs: tuple[Tensor, Tensor, Tensor | None],
-        eps: float,
-    ) -> None:
-        (x, residual, weight, scale), (out, y, scales) = inputs, outputs
+    def norm(
+        self, kind: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """Returns the norm and the sum. `kind`: "", "_static_fp8" (needs `scale`), or "_token_fp8", whose scales are
+        returned between both.
+        """
         if self._words[_REPORT] or self._words[_ABORT]:
             raise self._failed(f"{_NORM}{kind}_{DTYPES[x.dtype]}")
+        out, y = torch.empty_like(x, dtype=FP8 if kind else None), torch.empty_like(x)
+        scales = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) if kind == "_token_fp8" else None
         key = (_NORM, kind, x.dtype, x.numel(), x.shape[-1])
         with self._lock:
             kernel, blocks, threads, call = self._prepared.get(key) or self._prepare(key)
@@ -324,6 +306,7 @@ class PeerGroup:
             call.scale_out = 0 if scales is None else scales.data_ptr()
             call.eps = eps
             self._start(kernel, blocks, threads, call)
+        return (out, y) if scales is None else (out, scales, y)
 
     def _launch(self, key: _CallKey, x: Tensor, out: Tensor) -> None:
         if self._words[_REPORT] or self._words[_ABORT]:

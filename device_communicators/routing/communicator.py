@@ -24,8 +24,7 @@ from device_communicators.calls.reductions import (
     combine_,
     default_state,
     divide_,
-    dynamic_per_token_fp8_quant,
-    static_fp8_quant,
+    quantize,
 )
 from device_communicators.calls.work import DONE, Work
 from device_communicators.cpu.types import HostMemory, NativeGroup
@@ -424,20 +423,13 @@ def _add_rms_norm(
         return add_rms_norm(total, residual, weight, eps)
 
 
-def _add_rms_norm_static(
-    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+def _quantized_norm(
+    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, *scale_and_eps: Any
+) -> tuple[Tensor, ...]:
+    *scale, eps = scale_and_eps
     normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
     with default_state(x):
-        return static_fp8_quant(normed, scale), y
-
-
-def _add_rms_norm_dynamic(
-    communicator: Communicator, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    normed, y = method_of(communicator, "all_reduce_add_rms_norm")(x, residual, weight, eps)
-    with default_state(x):
-        return (*dynamic_per_token_fp8_quant(normed), y)
+        return (*quantize(normed, *scale), y)
 
 
 def _at_once(method: str) -> Callable[..., Work]:
@@ -450,8 +442,8 @@ def _at_once(method: str) -> Callable[..., Work]:
 
 COMPOSED: Mapping[str, Callable[..., Any]] = {
     "all_reduce_add_rms_norm": _add_rms_norm,
-    "all_reduce_add_rms_norm_static_fp8_quant": _add_rms_norm_static,
-    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _add_rms_norm_dynamic,
+    "all_reduce_add_rms_norm_static_fp8_quant": _quantized_norm,
+    "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant": _quantized_norm,
     "iall_reduce_": _at_once("flat_all_reduce_"),
     "iall_gather": _at_once("flat_all_gather"),
     "ireduce_scatter": _at_once("flat_reduce_scatter"),

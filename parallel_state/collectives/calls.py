@@ -20,7 +20,7 @@ from device_communicators.base.errors import InvalidArgumentError, RemoteError
 from device_communicators.base.host_calls import host_call
 from device_communicators.base.torch_internals import dispatch_modes, in_transform, mark_written
 from device_communicators.calls.memory import copy_values, dense, is_dense
-from device_communicators.calls.reductions import add_rms_norm, dynamic_per_token_fp8_quant, static_fp8_quant
+from device_communicators.calls.reductions import add_rms_norm, quantize
 from device_communicators.routing.communicator import GroupContext, merge_blocks
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import TensorHandle
@@ -489,35 +489,16 @@ def broadcast_async(route: Route, x: Tensor, src: int) -> TensorHandle:
 # ±448; NaN stays NaN. vLLM rounds the norm once more before the weight.
 
 
-def all_reduce_add_rms_norm(
-    route: Route, token: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    checks.check_norm(route.context, "all_reduce_add_rms_norm", x, residual, weight, eps)
-    if _is_single_rank_reducing(route, "all_reduce_add_rms_norm", x):
+def all_reduce_add_norm(
+    route: Route, token: Tensor, operation: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, *scale: Tensor
+) -> Any:
+    checks.check_norm(route.context, operation, x, residual, weight, eps)
+    for each in scale:
+        checks.check_scale(route.context, operation, each)
+    if not _is_single_rank_reducing(route, operation, x):
+        return getattr(_OPS, operation)(x, token, residual, weight, *scale, eps, route.key)
+    if operation == "all_reduce_add_rms_norm":
         return add_rms_norm(x, residual, weight, eps)
-    return _OPS.all_reduce_add_rms_norm(x, token, residual, weight, eps, route.key)
-
-
-def all_reduce_add_rms_norm_static_fp8_quant(
-    route: Route, token: Tensor, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    operation = "all_reduce_add_rms_norm_static_fp8_quant"
-    checks.check_norm(route.context, operation, x, residual, weight, eps)
-    checks.check_scale(route.context, operation, scale)
-    if _is_single_rank_reducing(route, operation, x):
-        checks.check_no_gradient(route.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight, scale)
-        normed, y = add_rms_norm(x, residual, weight, eps)
-        return static_fp8_quant(normed, scale), y
-    return _OPS.all_reduce_add_rms_norm_static_fp8_quant(x, token, residual, weight, scale, eps, route.key)
-
-
-def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
-    route: Route, token: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    operation = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
-    checks.check_norm(route.context, operation, x, residual, weight, eps)
-    if _is_single_rank_reducing(route, operation, x):
-        checks.check_no_gradient(route.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight)
-        normed, y = add_rms_norm(x, residual, weight, eps)
-        return (*dynamic_per_token_fp8_quant(normed), y)
-    return _OPS.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(x, token, residual, weight, eps, route.key)
+    checks.check_no_gradient(route.context, operation, ops.QUANTIZE_YOURSELF, x, residual, weight, *scale)
+    normed, y = add_rms_norm(x, residual, weight, eps)
+    return (*quantize(normed, *scale), y)

@@ -841,7 +841,8 @@ class GroupCoordinator:
         `x` and `residual` are `[…, hidden]` and `weight` is `[hidden]`, all of one dtype. The sum, `y` and the norm are
         each rounded to that dtype once. `residual` and `weight` must be equal on all ranks.
         """
-        return tensors.all_reduce_add_rms_norm(self.route, self._token, x, residual, weight, eps)
+        name = "all_reduce_add_rms_norm"
+        return tensors.all_reduce_add_norm(self.route, self._token, name, x, residual, weight, eps)
 
     def all_reduce_add_rms_norm_static_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, scale: Tensor, eps: float = 1e-6
@@ -851,9 +852,8 @@ class GroupCoordinator:
         `scale`: one float32 element, positive and finite, on `x`'s device, equal on all ranks. The norm is multiplied
         by `1 / scale` in float32. Raises InvalidArgumentError if an input requires a gradient.
         """
-        return tensors.all_reduce_add_rms_norm_static_fp8_quant(
-            self.route, self._token, x, residual, weight, scale, eps
-        )
+        name = "all_reduce_add_rms_norm_static_fp8_quant"
+        return tensors.all_reduce_add_norm(self.route, self._token, name, x, residual, weight, eps, scale)
 
     def all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6
@@ -864,9 +864,8 @@ class GroupCoordinator:
         1 / (448 · 512). A row with a NaN becomes NaN. In a row with an infinity, the scale is infinite, that value
         becomes NaN and the others 0. Raises InvalidArgumentError if an input requires a gradient.
         """
-        return tensors.all_reduce_add_rms_norm_dynamic_per_token_fp8_quant(
-            self.route, self._token, x, residual, weight, eps
-        )
+        name = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
+        return tensors.all_reduce_add_norm(self.route, self._token, name, x, residual, weight, eps)
 
     # Objects and tensor dicts. If a value can't be sent, the sender raises MessageEncodeError and each receiver
     # RemoteError.
