@@ -2,15 +2,14 @@
 
     python benchmarks/collectives.py                              2 ranks, all operations, 1 KiB to 64 MiB
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
-    python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     own ranks on GPUs
-    torchrun --nproc-per-node 8 benchmarks/collectives.py --device cuda          the same, started by torchrun
+    python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     starts ranks on GPUs
 
-Peers are optional (`python benchmarks/harness/peers.py setup`). Sizes are the bytes of one rank's tensor. Answers are
-checked first. Candidates take turns, and the slowest rank's time counts. `op` is a torch.ops call, `coordinator` the
-method that a model calls. Without "in place" the result is a new tensor. vLLM's calls work in place.
+vLLM and MPI are optional (`python benchmarks/harness/peers.py setup`). A size is the bytes of one rank's tensor.
+Results are checked first. Candidates take turns, and the slowest rank's time counts. `op` is a torch.ops call,
+`coordinator` the coordinator's method. Calls named "in place", and all of vLLM's, overwrite their input.
 
 *tight* loops repeat the call on one buffer. *produced* loops write the input before and read the output after each
-call. The tables show produced loops without these two copies; the JSON has all samples.
+call. The tables subtract the time of these two copies; the JSON has all samples.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def size_of(row: Row) -> str:
 
 
 def net(row: Row) -> Row:
-    """Subtracts the copies from a produced row, down to 10 ns per call."""
+    """Subtracts the copies' median from a produced loop's samples. At least 10 ns per call remain."""
     copies = row.us.get(COPIES)
     if copies is None:
         return row

@@ -1,7 +1,8 @@
-"""A decode step: the collectives of all layers as vLLM makes them, with simulated matmuls. The weights of
-several ranks of a large model don't fit into one machine, so a simulated matmul reads memory for the CPU
-time that `measure_matmuls` found for a real one in bf16 on one core. Attention is left out. All numbers are
-small integers, so results are exact."""
+"""Simulates a decode step: makes the collectives of all layers as vLLM does, with simulated matmuls. The weights of
+several ranks of a large model don't fit into one machine. Therefore a simulated matmul reads memory for as much CPU
+time as `measure_matmuls` found for a real one, in bf16 on one core. Attention is left out. All numbers are small
+integers, so results are exact.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ LAYOUTS = {"TP2": (2, 1), "TP4": (4, 1), "TP2xPP2": (2, 2)}
 
 
 def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict[str, float]:
-    """Returns the CPU seconds of a layer's two parts and of the head."""
+    """Measures a rank's matmuls. Returns the CPU seconds of a layer's "attention" and "mlp", and of the "head"."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -101,7 +102,7 @@ class Step:
         return [hidden, residual, tokens]
 
     def _partial(self) -> Tensor:
-        """A new tensor, because vLLM's all_reduce may change it in place."""
+        """Returns a copy, because vLLM's all_reduce can change its input."""
         return self.partial.clone()
 
     def run_matmuls(self) -> None:
@@ -124,7 +125,7 @@ class Step:
         return None
 
     def _stream(self, cpu_s: float) -> None:
-        """By wall time, ranks that share a core would finish at once."""
+        """Reads memory for `cpu_s` of CPU time. With wall time, ranks that share a core would finish at once."""
         until = time.thread_time() + cpu_s
         while time.thread_time() < until:
             self.streamed[self.at].sum()
@@ -132,7 +133,7 @@ class Step:
 
 
 class TorchGroup:
-    """Sends a dict as pickled metadata, then each tensor."""
+    """A coordinator over torch.distributed. Sends a dict as pickled metadata, then each tensor."""
 
     def __init__(self, rank: int, rows: list[list[int]]) -> None:
         for ranks in rows:

@@ -1,7 +1,6 @@
 """Times the overhead of a call: in a group of one rank, and for a small all_reduce of two ranks.
 
     python benchmarks/dispatch.py                      one rank, then two, 4 and 8 KiB
-    python benchmarks/dispatch.py --sizes 8192 --modes inference_mode --json found.json
 
 *one rank*: sends nothing, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in the
 modes `inference_mode`, `no_grad`, `grad` (the input requires no gradient) and `requires_grad` (the input requires one;

@@ -1,12 +1,12 @@
-"""Times what failure handling adds to a call: its record, the checks, the comparison between ranks.
+"""Times what failure handling adds to a call: recording it, checking the group, and comparing calls between ranks.
 
-    python benchmarks/failure_costs.py                           all parts
     python benchmarks/failure_costs.py --parts C++ --json found.json
 
-*C++*: nanoseconds that the registered ops add to the group's own collective, per piece and in total, as the difference
-of alternating loops. The target is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared memory by two ranks, in
-normal and in debug mode, which may take 0.5 ms more. *gloo*: without shared memory, a separate exchange compares calls
-and also carries small tensors. Measured with two and four ranks, beside torch.distributed on the same process group.
+*C++*: nanoseconds that the registered ops add to the C++ collective, for each check and in total, as the difference of
+alternating loops. The target is less than 100 ns. *mode*: an all_reduce of 8 KiB over shared memory by two ranks, in
+normal and in debug mode, which may take 0.5 ms more. *gloo*: all_reduce without shared memory, where a separate
+exchange compares calls and also carries small tensors. Two and four ranks are compared with torch.distributed on the
+same process group.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def print_costs(one: Row, two: Row) -> None:
 
 
 def print_added(title: str, added: Mapping[str, Sequence[float]], scale: float) -> None:
-    """Quartiles of different signs may be noise."""
     lines = []
     for name, us in added.items():
         if us:
@@ -231,7 +230,7 @@ CALL_BYTES = 512
 
 
 class CallTeam:
-    """`settings["after"]` is appended to its candidates' names."""
+    """A rank that times all_reduce. `settings["after"]`: suffix of its candidates' names."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)

@@ -1,5 +1,6 @@
-"""Facts about the GPU's machine, and the parts that are otherwise compiled at first use. `gpu_proof.py
-machine` and `compile` run it. Each answer is a line of JSON, printed at once."""
+"""Steps of `gpu_proof.py`: `machine` reports facts about the machine with the GPU, and `compile` compiles what would
+otherwise be compiled at first use. Both print each answer at once, as a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,6 @@ def _loopback() -> str:
 
 
 def _own_address() -> str:
-    """Waits at most 3 s, because a name server may be unreachable."""
     command = ["getent", "hosts", socket.gethostname()]
     return subprocess.run(command, capture_output=True, text=True, timeout=3, check=False).stdout.strip() or "none"
 

@@ -1,15 +1,14 @@
 """Runs the tests and benchmarks that need a GPU, in two calls of at most 15 minutes in total.
 
-    python benchmarks/gpu_proof.py prepare [--model]         with a network: fills .gpu/, to be copied along
+    python benchmarks/gpu_proof.py prepare [--model]         with a network: fills .gpu/, to copy to the GPU's machine
     python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
     python benchmarks/gpu_proof.py second OUT --limit-s 380  failed tests (--again NAMES, or .gpu/again), then the rest
     python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
     python benchmarks/gpu_proof.py machine | compile         steps of the first call: lines of JSON
 
-At a step's deadline, all its processes are killed and the next step follows. After each step its verdict and the end of
-its output are printed. OUT gets at most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests'
-report, kernels.{json,svg} and collectives.json. To merge both calls' reports, copy the first call's proof.json and
-report to .gpu/earlier.
+At a step's deadline, all its processes are killed and the next step begins. Prints each step's outcome. OUT gets at
+most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests' report, kernels.{json,svg} and
+collectives.json. To merge both calls' reports, copy the first call's proof.json and report to .gpu/earlier.
 
 The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, but no network, git or compiler.
 """
@@ -62,8 +61,10 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Step:
-    """A script of this folder, a module (`-m …`), or tests of tests/gpu. `dry`: arguments for a dry run; if
-    empty, the step needs a GPU."""
+    """Runs a script of this folder, a module (`arguments` begin with -m), or tests of tests/gpu. `dry`: arguments for a
+    dry run; if empty, the step needs a GPU. `under_mps`: with CUDA's Multi-Process Service. `shown`: characters of
+    output to print.
+    """
 
     name: str
     limit_s: float
@@ -135,7 +136,6 @@ AGAIN_S = 110.0
 
 
 def steps_of(call: str, again: Sequence[str]) -> list[Step]:
-    """The second call begins with the tests in `again`."""
     if call == "first":
         return list(FIRST)
     names = tuple(filter(None, (name.strip().removeprefix("tests/gpu/") for name in again)))
@@ -177,7 +177,6 @@ class Proof:
             shutil.rmtree(each, ignore_errors=True)
 
     def note(self, step: str, **facts: Any) -> None:
-        """Atomic, so that a killed call leaves a complete file."""
         steps = self.calls[self.call]
         steps[step] = {**steps.get(step, {}), **facts}
         content = {"dry": self.dry, "commit": _commit(), "calls": self.calls}
@@ -216,7 +215,7 @@ class Proof:
         return self._verdict(step, outcome, reason, said, **facts)
 
     def _lost(self, tests: Sequence[str]) -> list[str]:
-        """Names that match no test: with one, pytest would run none."""
+        """Returns tests that don't exist. If pytest got such a name, it would run no test."""
         return [name for name in tests if self._collected and name not in self._collected]
 
     @cached_property
@@ -264,7 +263,9 @@ class Proof:
 
 
 def end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Ends a step's processes in any session. Interrupts first, so that pytest names the test."""
+    """Ends a step's processes, whose environment has `token`. Interrupts `process` first, so that pytest names the
+    test.
+    """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -315,7 +316,6 @@ def _facts_in(said: str) -> dict[str, Any]:
 
 @cache
 def _commit() -> str:
-    """A copied tree may be in another repository: `prepare` saves the commit."""
     if os.environ.get("BENCHMARK_COMMIT"):
         return os.environ["BENCHMARK_COMMIT"]
     with contextlib.suppress(OSError):
@@ -352,7 +352,9 @@ def under_mps(command: Sequence[str]) -> int:
 
 
 def prepare(with_model: bool) -> int:
-    """Uses a venv with the GPU machine's torch and NVRTC, so that its caches are valid there."""
+    """Fills .gpu/ in a venv with the GPU machine's torch and NVRTC, so that the caches are valid there. Returns an exit
+    code. `with_model`: also the demo's model.
+    """
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     venv = cache_home / "gpu-day-venv"
     python = venv / "bin" / "python"

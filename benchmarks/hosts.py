@@ -4,10 +4,9 @@
     python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is as fast
-as these cores, unless `--rate` limits each host's sending rate. `--rate-of-connections` limits each connection, as some
-clouds do. Answers are checked first. Ours and gloo alternate by round. The slowest rank's time counts; `us` is the
-median of rounds, `ratio` the median of gloo's time divided by ours. `sent` and `packets` count what host 0 sends in one
-call. Quote ratios, because the cores also do the network's work.
+as these cores, unless `--rate` limits each host's sending rate. Answers are checked first. Ours and gloo alternate by
+round. The slowest rank's time counts; `us` is the median of rounds, `ratio` the median of gloo's time divided by ours.
+`sent` and `packets` count what host 0 sends in one call. Quote ratios, because the cores also do the network's work.
 
 `--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as its own job (`hosts_mpi.py`) on the same
 hosts, after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open MPI and Intel MPI are set to
@@ -190,7 +189,6 @@ def _check(operation: str, count: int, dtype: torch.dtype) -> None:
 
 
 def _repeat(operation: str, way: str, count: int, dtype: torch.dtype, calls: int) -> float:
-    """The seconds per call, with writing the input and reading the output."""
     call, x = _call(operation, way), torch.ones(count, dtype=dtype)
     started = time.perf_counter()
     for _ in range(calls):

@@ -17,7 +17,9 @@ from torch import Tensor
 
 
 def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    """All but all_reduce_ return new tensors. `api`: mpi4py.MPI."""
+    """Returns MPI's collectives by name. All except all_reduce_ return new tensors. `api`: mpi4py.MPI. `kind`: MPI's
+    type for `dtype`.
+    """
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:

@@ -1,16 +1,15 @@
-"""Measures start-up as the world grows: times real ranks, and counts one rank's calls in up to 16,384.
+"""Measures start-up as the world grows: times real ranks, and counts one rank's calls in worlds of up to 16,384 ranks.
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
     python benchmarks/init_scaling.py --ranks 2 8 --repetitions 2     a minute
-    python benchmarks/init_scaling.py --json FILE --plot FILE.svg
 
-A. Real ranks, forks of this process, over gloo: init, groups, first all_reduces, whose sums are checked. Ours
+A. Times real ranks over gloo, forks of this process: init, groups, and first all_reduces, with checked sums. Ours
    alternates with `new_group` of every list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The
    slowest rank's time of each step counts. Another run, which isn't timed, counts store operations.
-B. One process is one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process groups,
-   store operations, and milliseconds; also of Megatron-core, if it is installed.
+B. One process acts as one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process
+   groups, store operations, and milliseconds; also of Megatron-core, if it is installed.
 
-Peers do less: our init includes a rendezvous with a deadline, a first all_reduce and the detection of each node's
+Others do less: our init includes a rendezvous with a deadline, a first all_reduce and the detection of each node's
 ranks. Our groups step includes an agreement of all ranks and a final barrier.
 """
 
@@ -163,7 +162,6 @@ def each_result(
 
 
 def row(trial: Trial, samples: Sequence[Sequence[Result]], counted: Sequence[Result]) -> dict[str, Any]:
-    """`ms`: end of each step on the slowest rank, per sample; `cpu_ms`: mean CPU time."""
     reports = [result.value.steps for result in counted]
     last = [result for sample in samples for result in sample]
     return {
@@ -256,7 +254,9 @@ class Report(NamedTuple):
 
 
 def preload(deadline: float) -> list[str]:
-    """In many forks on few cores, imports would dominate the time. Engines import them earlier, or once."""
+    """Imports the modules that ranks use, and returns their names. Otherwise imports would dominate the time of many
+    forks on few cores.
+    """
     division = Division("dense", 2, {"tp": 2})
     names: dict[str, None] = {}
     for variant in VARIANTS:
@@ -268,7 +268,7 @@ def preload(deadline: float) -> list[str]:
 
 
 def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Result]:
-    """With `count`, results include store operations, and times are meaningless."""
+    """Runs all ranks of a trial. With `count`, results include store operations, and times are meaningless."""
     lists = _lists(trial.division, trial.variant)  # before the start: Megatron's rank arithmetic isn't compared
     function = partial(_rank, trial, lists, count)
     return run_ranks(trial.division.world_size, function, deadline)
@@ -367,7 +367,7 @@ def _check(total: torch.Tensor, ranks: Sequence[int]) -> None:
 
 
 def _count_store_operations() -> list[CountingStore]:
-    """New stores are added to the returned list."""
+    """Counts operations on stores that this library or torch creates. Returns a list that gets each new store."""
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has the module's name
     stores: list[CountingStore] = []
     for module, name in ((start_stores, "open_tcp_store"), (of_torch, "_create_c10d_store")):
@@ -399,7 +399,6 @@ def store_operations(row: Mapping[str, Any]) -> int:
 
 
 def print_real(rows: Sequence[Mapping[str, Any]]) -> None:
-    """groups, calls, threads: per rank; fds, RSS: growth; store: total."""
     titles = dict.fromkeys((row["ranks"], row["layout"], row["lazy"]) for row in rows)
     for title in titles:
         group = [row for row in rows if (row["ranks"], row["layout"], row["lazy"]) == title]

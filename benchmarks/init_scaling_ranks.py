@@ -1,7 +1,8 @@
-"""Ranks for `init_scaling`. `run_ranks` forks ranks from a parent that has imported everything and serves a
-store; the parent must have only one thread, because locks held by others would stay locked. `mark(name)`
-records the end of a step. On torch's `fake` backend, one process with a `StoreOfOneRank` stands for rank r
-of n, and also runs Megatron-core's `initialize_model_parallel`."""
+"""Ranks for `init_scaling`. `run_ranks` forks the ranks, and a server of their store, from a parent that has imported
+everything. The parent must have only one thread, because locks that other threads hold would stay locked in a fork.
+`mark(name)` records the end of a step. On torch's `fake` backend, one process with a `StoreOfOneRank` acts as rank r of
+n, and also runs Megatron-core's `initialize_model_parallel`.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,9 @@ class Result(NamedTuple):
 
 
 def run_ranks(world_size: int, function: Function, deadline: float) -> list[Result]:
-    """Raises TrialFailedError with tracebacks on failure or at `deadline` (monotonic)."""
+    """Runs `function` on forked ranks, and returns the results by rank. Raises TrialFailedError with tracebacks on
+    failure or at `deadline` (monotonic).
+    """
     threads = Footprint.now().threads
     if threads != 1:
         raise TrialFailedError(f"the parent of forks must have one thread, but has {threads}; set OMP_NUM_THREADS=1")
@@ -109,9 +112,10 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 
 def enter_own_network() -> bool:
-    """TCPStore resolves the name of its own address. With an unresponsive name server that takes 5 s or more
-    for some ranks, from about 28 ranks on. Without a network it fails at once. Returns False if entering
-    one isn't permitted."""
+    """Moves this process into a network namespace of its own; returns False if this isn't permitted. TCPStore resolves
+    the name of its own address. With an unresponsive name server this takes 5 s or more for some ranks, from about 28
+    ranks on; without a network it fails at once.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
         return False
@@ -227,8 +231,9 @@ def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
 
 
 class CountingStore(dist.Store):
-    """An operation on k keys counts once. Includes gloo's from C++, but not `TCPStore`'s own messages while it
-    connects."""
+    """Counts operations on a store, including gloo's from C++. An operation on k keys counts once. Messages by which a
+    `TCPStore` connects don't count.
+    """
 
     def __init__(self, inner: dist.Store) -> None:
         super().__init__()
@@ -287,10 +292,11 @@ class CountingStore(dist.Store):
 
 
 class StoreOfOneRank(CountingStore):
-    """A store for one process that is rank `rank` of `world_size`. In
-    `parallel_state.process_groups.agreement` it answers for the absent ranks: the counter of arrived ranks
-    (`…/count`) counts all at once, and another rank's request equals this rank's. Reading any other
-    unwritten key raises."""
+    """A store for one process that acts as rank `rank` of `world_size`. In agreements
+    (`parallel_state.process_groups.agreement`) it answers for the absent ranks: the counter of arrived ranks
+    (`…/count`) counts all at once, and another rank's request equals this rank's. Reading any other unwritten key
+    raises LookupError.
+    """
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(dist.HashStore())
@@ -357,8 +363,9 @@ class Cost(NamedTuple):
 
 
 def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
-    """`initialize_model_parallel(**sizes)` on one rank. The process must have no default group, and has none
-    afterwards."""
+    """Returns the cost of `initialize_model_parallel(**sizes)` on one rank. The process must have no default group, and
+    has none afterwards.
+    """
     store = StoreOfOneRank(rank, world_size)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend `fake` of older versions of torch
 
@@ -495,8 +502,9 @@ def megatron_file() -> Path | None:
 
 
 def load_megatron() -> Any:
-    """Loads only its `parallel_state`: `megatron.core` would import dozens of unrelated modules. Its gloo
-    groups, which would wait for the missing ranks, use the default backend."""
+    """Imports Megatron's `parallel_state` only: `megatron.core` would import dozens of unrelated modules. Its gloo
+    groups, which would wait for the missing ranks, use the default backend.
+    """
     path = megatron_file()
     if path is None:
         raise ModuleNotFoundError("megatron-core isn't installed; pip install --no-deps megatron-core==0.16.1")
@@ -518,7 +526,7 @@ def load_megatron() -> Any:
 
 
 def cost_of_megatron(rank: int, case: Case) -> Cost:
-    """By default, with gloo groups for its three kinds of data-parallel groups."""
+    """Returns the cost of Megatron-core's start on one rank, with its default gloo groups for data parallelism."""
     store = _join_fake_world(rank, case.world_size)
     megatron = load_megatron()
     create_group = megatron.create_group

@@ -2,7 +2,6 @@
 
     python benchmarks/meeting_scaling.py                                    16 to 1,024 ranks, some minutes on 2 cores
     python benchmarks/meeting_scaling.py --ranks 16 64 --repetitions 1      seconds
-    python benchmarks/meeting_scaling.py --json FILE --plot FILE.svg
 
 The ranks are threads in forks of this process, eight per host, with an address per host. With the real store, they run
 the steps before torch's `init_process_group`: the rendezvous, the start-up watch, and the check that all hosts reach
@@ -142,7 +141,6 @@ _MET: list[rendezvous.Met] = []
 
 
 def _place_of(rank: int) -> Address:
-    """Only ranks of the same host can watch each other by PID."""
     host = rank // PER_HOST
     name = f"node-{host:04}.cluster.example"
     own = interfaces.process()

@@ -1,18 +1,18 @@
 """Times groups whose members change: a rank is lost, the others go on without it, another one joins.
 
     python benchmarks/membership.py                        4 -> 3 -> 4 ranks, 20 rounds: a minute; needs torch >= 2.15
-    python benchmarks/membership.py --ranks 8 --rounds 50 --json FILE
 
-In each round of ours, a random rank is killed by SIGKILL in the middle of traffic. `first right collective` counts from
-the SIGKILL until the last survivor has a right result in the group without that rank. The survivors get the rank from
-the error: a run in which an error doesn't name it fails. gloo's survivors wait out their timeouts after a SIGKILL. So
-in gloo's rounds all ranks abort the group between two calls, and one exits; its figure counts from the abort. Ours is
-also measured that way. `reconfigure` is the call that makes the group of the survivors, `join` the one that adds a
-process which waits for it. gloo's handles change each time, so its ranks exchange them through files. In rounds with an
-abort all ranks then call reconfigure at the same moment, with both backends. The exchange and the wait for that moment
-count in no figure. A figure is that of a round's slowest rank. The candidates take turns, in sets of 5
-rounds. Each result is checked. torch's flight recorder writes no files (TORCH_FR_DUMP_ON_TIMEOUT=0): a survivor would
-import torch's compiler for that, which takes seconds.
+In each round of ours, a random rank is killed by SIGKILL in the middle of traffic, and the survivors' errors must name
+it. `first right collective` is the time from the SIGKILL until the last survivor has a right result in the new group.
+
+After a SIGKILL, gloo's survivors would wait until their timeouts. In gloo's rounds, and in further rounds of ours, all
+ranks instead abort the group between two calls, and one exits. Times count from the abort. All ranks then call
+reconfigure at the same moment. gloo's handles change each time, so its ranks exchange them through files. This exchange
+and the wait for the moment aren't timed.
+
+`reconfigure` is the call that makes the group of the survivors, `join` the one that adds a waiting process. The slowest
+rank's time counts. Candidates take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off
+(TORCH_FR_DUMP_ON_TIMEOUT=0): to write files, a survivor would import torch's compiler, which takes seconds.
 """
 
 from __future__ import annotations

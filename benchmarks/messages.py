@@ -1,7 +1,6 @@
 """Compares objects and tensor dicts within one host: this library, gloo, vLLM's queue, zmq.
 
     python benchmarks/messages.py                        2 and 4 ranks: 1 and 3 readers
-    python benchmarks/messages.py --kinds object --readers 1 --json found.json
 
 A sample is the time from the sender's call to the last reader's return. The readers already wait. Peers are optional
 (`python benchmarks/harness/peers.py setup`). Received values are checked before and after timing.

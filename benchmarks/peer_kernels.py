@@ -4,21 +4,20 @@
     python benchmarks/peer_kernels.py --check                      checks answers only: for compute-sanitizer
     python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
-*Alone* (`push, graph` and so on) is rank 0's kernel after all data has arrived. It does the work of a group in N local
-regions, but never waits, so its times are **lower bounds**: a real exchange adds links and late ranks. A call takes one
-epoch, which limits its size (see `peer_kernels_ranks.py`). A sample is several calls in separate regions, with the
-small fills that reset them. A two-shot's peers don't run its second half: rank 0's kernel does all its work, but only
-its own shards are sums.
+*Alone* (`push, graph` and so on): only rank 0's kernel runs, after all its peers' data has arrived. It does the work of
+a group in N local regions, but never waits, so its times are **lower bounds**: a real exchange adds links and late
+ranks. A call must fit into one epoch (see `peer_kernels_ranks.py`). A sample is several calls in separate regions, with
+the small fills that reset them. With two_shot, the peers' second half doesn't run, so only rank 0's own shards are
+sums.
 
-*Of all ranks at once* runs N kernels on N streams: a real exchange, each with an N-th of the GPU, also for sizes of
-several epochs. Its time is compared with the bytes of all N. It is eager, and starts at 1 MiB: for small sizes it would
-time N launches.
+*Of all ranks at once*: N kernels run on N streams. This is a real exchange, in which each kernel has an N-th of the
+GPU. The time is compared with the bytes of all N. These calls are eager, may take several epochs, and have at least 1
+MiB: for small sizes the time would be that of N launches.
 
 `share` is a kernel's bandwidth divided by that of a copy of 1 GiB. It counts the bytes that the algorithm must read and
 write once (`moved_bytes`), and may exceed 1 for cached data. `fused` is all_reduce, add and RMS norm in one kernel,
-compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the host's cost of a launch;
-`collectives.py` under torchrun measures it with op and group. NCCL and torch's symmetric memory, with one rank each,
-come last: if they crash, the JSON has the kernels' rows.
+compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the CPU's time of a launch. NCCL and
+torch's symmetric memory, with one rank each, come last.
 """
 
 from __future__ import annotations
@@ -77,7 +76,9 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """For a rank's tensor of `nbytes`; None if not by one kernel."""
+    """Returns the bytes that the kernel `name` must read and write, for a tensor of `nbytes` on each rank. None if
+    `name` isn't one kernel.
+    """
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
         return None
@@ -161,7 +162,9 @@ def cases(options: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 def measured(
     machine: Machine, options: argparse.Namespace, size: int, copied: float, keep: Callable[[KernelRow], None]
 ) -> bool:
-    """Calls `keep` with each row. Returns False if the device is lost."""
+    """Measures all cases of `size` ranks, and calls `keep` with each row. Returns False if the device is lost.
+    `copied`: bandwidth of a copy in GB/s.
+    """
     modes = ["eager"] if options.check else ["eager", "graph"]
     # Under a sanitizer, which may run one kernel at a time, concurrent kernels would wait forever.
     together_from = sys.maxsize if options.check else options.together_from
@@ -187,7 +190,9 @@ def measured(
 
 
 def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) -> tuple[KernelRow, bool]:
-    """Also returns True if the device is lost: after a kernel's trap this process can't use CUDA."""
+    """Measures a case. Returns its row, and True if the device is lost: after a kernel's trap this process can't use
+    CUDA.
+    """
     teams = [team]
     row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
     row.refused = dict(team.refused)

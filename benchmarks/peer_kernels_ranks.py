@@ -1,8 +1,10 @@
-"""A kernel *alone* is rank 0's, after all data that it waits for has arrived. First the other ranks' kernels
-run one by one with the abort word set: each stages its data, finds no peers, and exits without storing its
-epoch. Then the host writes the barrier's flags. Rank 0's kernel can repeat its call after its epochs are
-reset, so the call must take one epoch: see `takes_one_epoch`. `Others` have one rank, a lower bound:
-processes take turns on a GPU, and a waiting kernel holds it until its time slice ends."""
+"""Simulates ranks of a group on one GPU. A kernel *alone* is rank 0's, after all data that it waits for has arrived.
+First the other ranks' kernels run one by one with the abort word set: each stages its data, finds no peers, and exits
+without storing its epoch. Then the host writes the barrier's flags. Rank 0's kernel can repeat its call after its
+epochs are reset, so the call must fit into one epoch: see `takes_one_epoch`. NCCL and torch's symmetric memory
+(`Others`) have one rank, a lower bound: processes take turns on a GPU, and a waiting kernel holds it until its time
+slice ends.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,7 @@ class EmulatedMachine:
 
 
 class Regions:
-    """`sets` groups of `size` ranks, each with its own regions, so that calls need no reset in between."""
+    """Memory of `sets` groups of `size` ranks. Each rank has its own region, so that calls need no reset in between."""
 
     def __init__(self, machine: Machine, size: int, sets: int) -> None:
         self.machine, self.size, self.sets = machine, size, sets
@@ -127,7 +129,9 @@ class Regions:
         self._words[_ALWAYS_ABORT] = 1
 
     def call(self, which: int, rank: int, *, arriving: bool = False, **fields: Any) -> Call:
-        """Tensors become their addresses. `arriving`: for `arrive`."""
+        """Returns the kernel argument of a rank in the set `which`. `fields`: fields of `Call`; tensors become
+        addresses. `arriving`: True for calls of `arrive`.
+        """
         call = Call(rank=rank, size=self.size, deadline_ns=int(DEADLINE_S * 1e9))
         for peer in range(self.size):
             call.regions[peer] = self._memory[which, peer].data_ptr()
@@ -142,7 +146,9 @@ class Regions:
         self._epochs.fill_(EPOCH)
 
     def arrive(self, kernel: str, blocks: int, threads: int, call: Callable[[int, int], Call]) -> None:
-        """Provides all data that rank 0 waits for. `call(set, rank)` returns a peer's call, with `arriving`."""
+        """Runs the peers' kernels, which provide all data that rank 0 waits for. `call(set, rank)` returns a peer's
+        argument, made with `arriving`.
+        """
         self.clear()
         for which in range(self.sets):
             for rank in range(1, self.size):
@@ -151,8 +157,9 @@ class Regions:
         self.machine.clock.finish()
 
     def rewind(self, blocks: int, members: int) -> None:
-        """Resets each set before rank 0 repeats its call. `members`: blocks that share a row of the norm, else
-        1; their signals are cleared, so that they wait for each other every time."""
+        """Resets each set, so that rank 0 can repeat its call. `members`: blocks that share a row of the norm, else 1;
+        their signals are cleared, so that they wait for each other every time.
+        """
         self._epochs[:, 0].fill_(EPOCH)
         if members > 1:
             own = self._memory[:, 0, PACKETS_OFFSET : PACKETS_OFFSET + 2 * MAX_BLOCKS * MAX_RANKS * PART_PACKETS * 16]
@@ -178,7 +185,7 @@ SEVERAL_RANKS = (
 
 
 class Others:
-    """`of` adds unavailable peers with reasons to `refused`."""
+    """NCCL and torch's symmetric memory with one rank. `of` adds unavailable ones with reasons to `refused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -254,7 +261,7 @@ Check = Callable[[list[Tensor]], "str | None"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """`several` makes `step` calls, which `arrive` prepared, and returns their results."""
+    """A call to measure. `arrive` prepares `step` calls, and `several` makes them and returns their results."""
 
     several: Callable[[], list[Tensor]]
     step: int
@@ -276,7 +283,7 @@ class Kernel:
 
 
 class KernelTeam:
-    """Rank 0 among `size` ranks in this process, with the interface of the harness's `Team`."""
+    """Measures rank 0 among `size` simulated ranks, with the interface of the harness's `Team`."""
 
     name = "peer kernels"
 
@@ -384,7 +391,9 @@ class KernelTeam:
         return Kernel(name, *grid(how, nbytes, self.size, max(1, most)), 1)
 
     def _check_sum(self, how: str, found: list[Tensor]) -> str | None:
-        """Alone, a two-shot has sums in its own shards only, and its own input in the others."""
+        """Returns what is wrong, or None. Alone, a two_shot has sums in its own shards only, and its own input in the
+        others.
+        """
         right = torch.stack(found) == self.total
         if how == "two_shot":
             share = right.float().mean().item()
@@ -535,7 +544,6 @@ def _one_after_the_other(calls: Sequence[Callable[[], object]]) -> Callable[[], 
 
 
 def sum_in_rank_order(inputs: Tensor) -> Tensor:
-    """Adds in float32 and rounds once: bitwise every kernel's result."""
     total = inputs[0].float()
     for each in inputs[1:]:
         total = total + each.float()

@@ -2,9 +2,9 @@
 
     python benchmarks/system_calls.py --json results.json          # as root; needs perf (Debian: linux-perf)
 
-Counts hardly depend on other load. `perf trace` counts those of rank 0 over many calls, whose answers are checked
-first, and its other threads' separately. A spinning rank makes no system calls, but longer waits do: on a busy machine
-the counts of futex, poll and sched_yield are upper bounds.
+`perf trace` counts system calls of rank 0 over many calls, separately for its other threads. Results are checked first.
+Other load hardly changes the counts. But a spinning rank makes no system calls, and a longer wait does: on a busy
+machine the counts of futex, poll and sched_yield are upper bounds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Returns once perf sleeps in poll, with its events enabled. Restarts perf if it doesn't, on a busy machine."""
+    """Starts perf, and returns when it sleeps in poll and so counts. If it doesn't, restarts perf."""
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -78,7 +78,7 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
-    """perf can lose a signal while it reads its buffers, so it is signalled until it writes its report."""
+    """Interrupts perf until it has written its report, because perf can lose a signal while it reads its buffers."""
     for _ in range(10):
         perf.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

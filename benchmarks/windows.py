@@ -1,14 +1,13 @@
 """Times windows between two ranks of a host, beside send and recv, and a plain copy; and between two hosts.
 
     python benchmarks/windows.py                         two minutes; --json FILE has all samples
-    python benchmarks/windows.py --rounds 10
     python benchmarks/windows.py --hosts                 between two hosts, which are namespaces here: needs root
 
-`8 KiB there and back` is a put with its signal, and wait_signal, against send and recv: half of a ping-pong; `apart`
-the same where `put` and `signal` are two calls. `16 MiB` is a put, against the C library's memcpy from and to the same
-memory, which the other rank doesn't use meanwhile. The answers are checked first. The candidates take turns; a row has
-the medians of the rounds, and their ratio. Copies count the CPU time of the thread, which other programs on the machine
-change less. Between hosts both sizes go there and back.
+`8 KiB there and back` compares a put with its signal and wait_signal to send and recv: half of a ping-pong's time. In
+`apart`, `put` and `signal` are two calls. `16 MiB` compares a put to the C library's memcpy in the same memory, while
+the other rank doesn't use it. Both are timed by the thread's CPU time, which other programs change less. Results are
+checked first. Candidates take turns; a row has the medians of the rounds, and their ratio. Between hosts both sizes go
+there and back.
 """
 
 from __future__ import annotations

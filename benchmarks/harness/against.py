@@ -1,5 +1,6 @@
-"""`report.py --against COMMIT`: this tree's benchmark measures both versions in alternating rounds. A ratio is
-that of the medians; its interval is a 95 % percentile bootstrap over pairs of rounds."""
+"""Compares this tree with another commit (`report.py --against COMMIT`), by this tree's benchmark in alternating
+rounds. A ratio is that of the medians; its interval is a 95 % percentile bootstrap over pairs of rounds.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(now: Sequence[float], before: Sequence[float], draws: int = DRAWS) -> Ratio:
-    """Equal series give equal intervals, because the draws are seeded."""
+    """Returns the ratio of the medians and its interval. The draws are seeded, so equal series give equal intervals."""
     draw = random.Random(0)
     pairs = list(zip(now, before, strict=True))
     found = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))
@@ -87,7 +88,6 @@ def unpacked(commit: str) -> Iterator[Path]:
 
 
 def _compile(folder: Path) -> None:
-    """The teams' start-up timeout is too short for compiling."""
     script = (
         "import device_communicators as found; from device_communicators.cpu import native; native.load(); "
         f"exit(0 if found.__file__.startswith({str(folder)!r}) else f'python takes {{found.__file__}} instead')"

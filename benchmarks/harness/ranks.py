@@ -1,9 +1,9 @@
-"""Collectives that the ranks time themselves, on GPUs and under torchrun. Measures each communicator of the
-group's route alone, the whole route, and torch.distributed: eager, compiled and in CUDA graphs. Candidates
-are checked before and after, and take turns by round. Device events time a round, after a barrier and some
-untimed calls; the slowest rank's time counts. algbw, busbw and sizes are those of nccl-tests
-(doc/PERFORMANCE.md there). `host` is the host's time of a call. torch's eager all_reduce and broadcast, and
-candidates named "in place", work in place."""
+"""Measures collectives on GPUs and under torchrun, where the ranks take the times: each communicator of the group's
+route alone, the whole route, and torch.distributed; eager, compiled and in CUDA graphs. Candidates are checked before
+and after, and take turns by round. Device events time a round, after a barrier and some untimed calls; the slowest
+rank's time counts. algbw, busbw and sizes are those of nccl-tests (doc/PERFORMANCE.md there). `host` is the CPU's time
+of a call. torch's eager all_reduce and broadcast, and candidates named "in place", overwrite their input.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Way:
 
 
 class Ways:
-    """All ways of one group. Every rank must create it."""
+    """Each `Way` to run a group's collectives: by one communicator, by the whole route, or by torch. Every rank must
+    create this.
+    """
 
     def __init__(self, group: ps.GroupCoordinator) -> None:
         self._group = group
@@ -66,7 +68,7 @@ class Ways:
             register_route(self._routes[each.name])
 
     def close(self) -> None:
-        """The communicators remain usable under the group's name."""
+        """Ends the routes of single communicators. The group can still use these communicators."""
         for route in self._routes.values():
             route.serve_ops(False)
         self._routes.clear()
@@ -105,7 +107,7 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
 
 
 class Ranks(GroupTeam):
-    """Each way in each mode is a candidate; all have the same input."""
+    """Measures each way in each mode as a candidate. All candidates have the same input."""
 
     def __init__(self, group: ps.GroupCoordinator, modes: Sequence[str]) -> None:
         super().__init__(group)
@@ -228,7 +230,9 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Returns the correctness of all answers and, on the first rank, the rows and left-out modes."""
+    """Measures all cases. Returns True if all results were right, and on the first rank the rows, and the modes that
+    were left out, with reasons.
+    """
     config = dynamo().config  # takes seconds, which `--help` doesn't need
     for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it
         if hasattr(config, name):
@@ -250,8 +254,9 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
-    """In this process if a launcher such as torchrun started it, else in new ranks. Returns 1 if an answer was
-    wrong."""
+    """Measures in this process if a launcher such as torchrun started it, else in new ranks. Returns 0, or 1 if a
+    result was wrong, and the rows and left-out modes of `run_rank`.
+    """
     if environment.detect(rendezvous=False).world_size > 1:
         found = [run_rank(options)]
     else:

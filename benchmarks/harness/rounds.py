@@ -52,9 +52,12 @@ def measure_all(
     until: float = math.inf,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """A case may limit its calls per round by `most_calls`. Disturbed cases are repeated at the end, for about
-    `plan.repeat_s`. `keep` gets all rows after each case. `until`: time.monotonic() by which all should be
-    done; then cases get fewer rounds, but at least 3."""
+    """Measures each case on all teams, and returns the rows. Then repeats disturbed cases for about `plan.repeat_s`.
+
+    `cases`: `most_calls` limits a case's calls per round. `keep` gets all rows after each case. `until`:
+    time.monotonic() at which all should be done; late cases get fewer rounds, but at least 3. `progress`: None shows
+    its own.
+    """
     shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []
     for number, case in enumerate(cases):
@@ -82,7 +85,7 @@ def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 
 
 class Strangers:
-    """Cores that other processes than this one and the ranks use, from its creation on."""
+    """Measures how many cores other programs use, beside this process and the ranks, since its creation."""
 
     def __init__(self, teams: Sequence[Team]) -> None:
         self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]
@@ -90,7 +93,7 @@ class Strangers:
         self.before_s = self._others_s()
 
     def cores(self) -> float | None:
-        """None if the system doesn't report it or a rank has exited."""
+        """Returns None if the system doesn't report it or a rank has exited."""
         now_s = self._others_s()
         if now_s is None or self.before_s is None:
             return None

@@ -30,13 +30,13 @@ END_S = 5.0
 
 
 def python_path(*folders: Path) -> str:
-    """Prepends these folders: others may have packages that Python lacks here."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Fork:
-    """A rank forked from this process, because an interpreter that imports torch takes seconds. Has as much of
-    a Popen's interface as a team needs."""
+    """A rank forked from this process, because an interpreter that imports torch takes seconds. Has those members of
+    `Popen` that a team uses.
+    """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path) -> None:
         self.returncode: int | None = None
@@ -100,9 +100,10 @@ class Team:
         root: Path = ROOT,
         forks: bool = True,
     ) -> None:
-        """`launcher`: a command that starts all ranks of a script appended to it; if empty, starts each rank
-        itself. `root`: folder with both packages. `forks`: fork ranks from this process; else each is an
-        interpreter, and may import another tree."""
+        """`module`, `settings`: see worker.py. `launcher`: a command that starts all ranks of the script appended to
+        it; None: starts each rank itself. `root`: folder with both packages. `forks`: fork ranks from this process;
+        else each is an interpreter, and can import another tree.
+        """
         self.name = name
         self.size = size
         self.start_s = 0.0
@@ -253,7 +254,7 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Yields the teams that started. Ends all teams on exit, also on SIGTERM."""
+    """Yields the teams that started; `left_out` gets the others' reasons. Ends all teams on exit, also on SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     if before == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

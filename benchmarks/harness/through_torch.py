@@ -1,8 +1,9 @@
-"""Compares torch.distributed over "parallel_state", over gloo, and over torch's `fake` backend, whose time is
-the cost of torch's own layers. The "parallel_state" processes also call a coordinator's op plus torch's
-layers, one after the other: the backend's lower bound. If ranks share cores, the bound is several times the
-layers' time, because another rank fills the caches between calls. `dist` calls work in place, `functional`
-ones are waited for at once, `compiled` ones run under inductor. A step trains 21 million parameters."""
+"""Compares torch.distributed over "parallel_state", over gloo, and over torch's `fake` backend, whose time is the cost
+of torch's own layers. A lower bound for "parallel_state" is a coordinator's op followed by a call over `fake`. If ranks
+share cores, the bound exceeds the sum of both, because another rank fills the caches between calls. `dist` calls work
+in place, `functional` ones are waited for at once, `compiled` ones run under inductor. A step trains 21 million
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,6 @@ _WIDTH, _DEPTH, _ROWS = 1024, 20, 16
 
 
 def load(name: str, settings: dict[str, Any]) -> None:
-    """Keeps imports out of the team's start-up time."""
     import torch.distributed.fsdp
 
     if settings.get("compiled"):
@@ -70,7 +70,9 @@ class ThroughTorch:
         return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}{without}"
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """`values`: `kind`; for calls also `operation`, `bytes` as nccl-tests define them, and `dtype`."""
+        """Prepares a case and returns its candidates. `values`: `kind`, one of CALLS or STEPS; for CALLS also
+        `operation`, `dtype`, and `bytes` as nccl-tests define them.
+        """
         kind = values["kind"]
         if self.name == CARRIED and kind != "dist":
             return []
@@ -121,8 +123,9 @@ class ThroughTorch:
 
 
 def step_of(kind: str, *, communicates: bool = True) -> Callable[[], float]:
-    """A training step that returns its loss. All ranks create and call it together. `communicates`: False if
-    the default group is torch's fake one."""
+    """Returns a function that runs a training step and returns the loss. All ranks create and call it together.
+    `communicates`: False if the default group is torch's fake one.
+    """
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_DEPTH)))
     if kind == "DDP step":

@@ -10,7 +10,6 @@ from parallel_state.tools.bench.worker import Timing
 
 
 def timed(call: Callable[[], object], calls: int) -> Timing:
-    """A tenth as many untimed calls run first."""
     for _ in range(max(1, calls // 10)):
         call()
     started = time.perf_counter()

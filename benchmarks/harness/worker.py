@@ -1,7 +1,8 @@
-"""One process of a team: python worker.py SOCKET MODULE TEAM ROOT, started by `teams`. MODULE (a name or file)
-has `make(name, settings)`, and optionally `load(name, settings)` for imports, which the start-up time
-excludes. The made team has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and
-optionally close() for every rank."""
+"""One process of a team, which `teams` starts: python worker.py SOCKET MODULE TEAM ROOT. MODULE (a name or file) has
+`make(name, settings)`, which returns the team's object, and optionally `load(name, settings)` for imports, which the
+start-up time excludes. The object has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and
+optionally `close`, which each rank calls.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Pins each rank to its own core, or to all `cores` if there are fewer. Must be called after the creation
-    of groups, which counts available cores."""
+    """Pins this rank to its own core, or to all `cores` if there are fewer than ranks. Call this after groups are
+    created, because they count available cores.
+    """
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 
 
@@ -45,7 +47,6 @@ def serve(connection: Connection, team: Any) -> None:
 
 
 def described(error: Exception) -> str:
-    """The traceback, and last the error in short: some errors end with advice of many lines."""
     short = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return "".join(traceback.format_exception(error)) + short
 

@@ -72,8 +72,9 @@ Batch = dict[str, Tensor]
 
 
 class Engine:
-    """Every rank makes an engine and calls the same methods in the same order. Only the driver passes batches
-    and gets embeddings."""
+    """A model that is divided over all ranks. Every rank makes an engine and calls the same methods in the same order.
+    Only the driver passes batches and gets embeddings.
+    """
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
         self.sharing = sharing
@@ -93,14 +94,16 @@ class Engine:
             self.graphs.capture([tuple(shape) for shape in self.world.broadcast_object(shapes)])
 
     def close(self) -> None:
-        """Must be called before the groups end."""
+        """Frees CUDA graphs. Call this before the groups are destroyed."""
         if self.graphs is not None:
             self.graphs.close()
 
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
-        """Embeddings [texts, hidden] of the driver's batches in the texts' order. Replicas take batches in
-        turn. On the driver, `progress` gets the number of texts that entered the pipelines."""
+        """Returns the embeddings [texts, hidden] of the driver's batches, in the texts' order; None on other ranks.
+        Replicas take batches in turn. On the driver, `progress` gets the number of texts that have just entered the
+        pipelines.
+        """
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)
         replica, replicas = self.dp.rank_in_group, self.dp.world_size
         if self.is_feeder:
@@ -138,7 +141,7 @@ class Engine:
         return torch.cat([share["embeddings"] for share in shares])[order].cpu()
 
     def survey(self) -> list[dict[str, Any]]:
-        """For every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
+        """Returns for every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
         groups = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "world": self.world}
         facts = {
             axis: {
@@ -182,7 +185,9 @@ TOKENS = 32
 
 
 class StageGraphs:
-    """Replaces the stage. A result is overwritten by the next call with inputs of that shape."""
+    """Calls a stage through CUDA graphs, one for each shape. A result is overwritten by the next call with inputs of
+    that shape.
+    """
 
     def __init__(self, stage: minilm.Stage) -> None:
         self._stage = stage
@@ -207,7 +212,6 @@ class StageGraphs:
         return graph.replay()
 
     def close(self) -> None:
-        """Graphs must be gone before their groups."""
         self._graphs.clear()
 
 
@@ -302,7 +306,6 @@ def show_routes(console: Console, survey: list[dict[str, Any]]) -> None:
 
 
 def show_traffic(console: Console, survey: list[dict[str, Any]]) -> None:
-    """Each group's busiest rank, in one row for groups with the same numbers."""
     table = Table("group", "operation", "calls", "bytes", box=None, header_style="dim")
     table.columns[2].justify = table.columns[3].justify = "right"
     for axis in survey[0]:

@@ -1,5 +1,6 @@
-"""all-MiniLM-L6-v2: names of weights, shapes, pooling. The sharded layers communicate by
-`get_tp_group().all_reduce` only; `PlainModel`, which checks them, shares no code with them."""
+"""The model all-MiniLM-L6-v2: names of weights, shapes, pooling. The sharded layers communicate by
+`get_tp_group().all_reduce` only; `PlainModel`, which checks them, shares no code with them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,6 @@ def load_config() -> Config:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Of a plain or Markdown text, without code blocks, tables, HTML and link targets."""
     text = re.sub(r"^\s*(```|~~~).*?^\s*\1[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"<!--.*?-->|</?[a-zA-Z][^>]*>|!\[[^\]]*\]\([^)]*\)", "", text, flags=re.DOTALL)
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
@@ -70,8 +70,9 @@ def split_sentences(text: str) -> list[str]:
 def make_batches(
     texts: Sequence[str], batch_size: int, device: torch.device, multiple: int = 1
 ) -> list[dict[str, Tensor]]:
-    """Batches of similar size, sorted by length: `{"token_ids": [texts, tokens], "indices": [texts]}`.
-    `indices` are the texts' numbers; `tokens` is padded to a multiple of `multiple`."""
+    """Returns batches of similar size, sorted by length: `{"token_ids": [texts, tokens], "indices": [texts]}`.
+    `indices` are the texts' numbers; `tokens` is padded to a multiple of `multiple`.
+    """
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     tokenizer.no_padding()  # the file always pads to 128 tokens
     tokenizer.enable_truncation(MAX_TOKENS)
@@ -86,7 +87,7 @@ def make_batches(
 
 
 class Checkpoint:
-    """In single or half precision. Each rank reads its own slice only."""
+    """Reads weights, stored in single or half precision, as float32. Each rank reads its own slice only."""
 
     def __init__(self, device: torch.device) -> None:
         self._file = safe_open(FOLDER / "model.safetensors", framework="pt", device=str(device))
@@ -103,7 +104,7 @@ class Checkpoint:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds a range of the vocabulary and gives zeros for other tokens. The sum over ranks is the row."""
+    """Each rank holds a range of the vocabulary and gives zeros for other tokens. The sum over ranks is the result."""
 
     def __init__(self, checkpoint: Checkpoint, name: str, vocab_size: int) -> None:
         super().__init__()
@@ -202,7 +203,6 @@ class Embedding(nn.Module):
 
 
 def stage_layers(num_layers: int, stage: int, num_stages: int) -> range:
-    """If layers don't divide evenly, the first stages take one more."""
     each, more = divmod(num_layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))
@@ -216,9 +216,10 @@ def describe_stage(stage: int, num_stages: int) -> str:
 
 
 class Stage(nn.Module):
-    """Maps a dict of tensors to another, for `send_tensor_dict`. The first stage takes a batch. Stages pass on
-    `{"hidden": [texts, tokens, hidden], "mask": [texts, tokens], "indices": [texts]}`. The last one returns
-    `{"embeddings": [texts, hidden], "indices": [texts]}`: means over the mask, of length 1."""
+    """A pipeline stage. Maps a dict of tensors to another, for `send_tensor_dict`. The first stage takes a batch.
+    Stages pass on `{"hidden": [texts, tokens, hidden], "mask": [texts, tokens], "indices": [texts]}`. The last one
+    returns `{"embeddings": [texts, hidden], "indices": [texts]}`: means over the mask, normalised to length 1.
+    """
 
     def __init__(self, stage: int, num_stages: int, device: torch.device) -> None:
         super().__init__()
@@ -263,7 +264,7 @@ class PlainModel:
 
     @torch.inference_mode()
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """Embeddings [texts, hidden] of `token_ids` [texts, tokens]."""
+        """Returns the embeddings [texts, hidden] of `token_ids` [texts, tokens]."""
         weights, tokens = self.weights, token_ids.shape[1]
         x = weights["embeddings.word_embeddings.weight"][token_ids]
         x = x + weights["embeddings.position_embeddings.weight"][torch.arange(tokens)]

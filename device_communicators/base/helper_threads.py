@@ -28,7 +28,6 @@ def _prctl() -> Any:
 
 
 def name_this_thread(name: str) -> None:
-    """Sets this thread's name in the kernel, which keeps 15 bytes."""
     _prctl()(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 

@@ -54,7 +54,7 @@ class _Wakeup:
             pipe.reader = self.reader if self.is_set else -1
 
     def is_open(self) -> bool:
-        """Returns False if the program closed the pipe, as a process does that becomes a daemon."""
+        """Returns False if the program closed the pipe, as daemons do."""
         try:
             return os.fstat(self.reader).st_ino == os.fstat(self.writer).st_ino == self._inode
         except OSError:

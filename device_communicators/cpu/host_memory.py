@@ -174,7 +174,6 @@ class HostMemory:
         watched: Iterable[int],
         peers: Sequence[int],
     ) -> Connections:
-        """Connects this rank with `peers`; see `connections.connect`. The other arguments are fields of `Meeting`."""
         members = self.members
         timeout_s = min(members.timeout_s, settings.START_TIMEOUT_S.get())
         meeting = Meeting(members, gather, watcher or Watcher(), tuple(watched), timeout_s)

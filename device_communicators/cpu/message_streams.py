@@ -26,7 +26,6 @@ class MessageStreams:
     """A group's messages between hosts. All ranks must be connected with each other. Thread-safe."""
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
-        """`tag`: the tag of all messages, equal to `Transfers.message_tag` in C++."""
         self.transfers = transfers
         self._tag = tag
         self._senders: dict[int, StreamSender] = {}

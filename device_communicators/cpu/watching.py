@@ -250,7 +250,6 @@ class _Roll:
                 store.delete_key(self._key(each))
 
     def _absent(self, ranks: Sequence[int], attempt: int) -> list[int]:
-        """Returns those of `ranks` that have no entry in attempt number `attempt`."""
         if not ranks or self._store.check([self._key(each, attempt) for each in ranks]):
             return []
         middle = len(ranks) // 2

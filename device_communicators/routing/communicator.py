@@ -1,4 +1,4 @@
-"""The interface of communicators, each of which moves a group's bytes in one way, such as over NCCL.
+"""The interface of communicators.
 
 A subclass implements the `flat_*` operations: their tensors are contiguous, and the ranks' blocks lie along dim 0. The
 other operations are inherited; they accept any strides and return new contiguous tensors. Rank arguments are ranks in

@@ -127,7 +127,6 @@ def pack_answer(value: Any) -> bytes:
 
 
 def unpack_answer(packed: bytes) -> Any:
-    """Returns the value that `pack_answer` packed. Raises ValueError for other bytes."""
     try:
         return json.loads(zlib.decompress(packed))
     except zlib.error as error:
