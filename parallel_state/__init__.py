@@ -117,7 +117,7 @@ def __dir__() -> list[str]:
 def _is_command() -> bool:
     """Returns True if this process runs `python -m parallel_state` or `parallel-state`.
 
-    While Python locates the module for `-m`, `sys.argv[0]` is "-m", and `orig_argv` has the module's name.
+    While Python locates the module for `-m`, only `sys.orig_argv` has the module's name.
     """
     if sys.argv[:1] == ["-m"]:
         return sys.orig_argv[-len(sys.argv)].removeprefix("-m") == __name__

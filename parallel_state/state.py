@@ -57,7 +57,10 @@ c10d.register()
 
 @dataclass(frozen=True)
 class Start:
-    """Arguments and results of init_distributed_environment, which `reinitialize` uses for a smaller world."""
+    """Arguments and results of init_distributed_environment, which `reinitialize` uses for a smaller world.
+
+    `is_served_by_rank_0`: rank 0 serves the store.
+    """
 
     init_method: str
     options: Mapping[str, Any]

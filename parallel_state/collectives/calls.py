@@ -1,7 +1,7 @@
 """Runs a `GroupCoordinator`'s tensor calls that the fast path in C++ (`direct`) declined, and those in compiled code.
 
-A function checks its arguments, then calls the registered op, which compiled code and gradients need, or the route. In
-a group of one rank it calls neither. `token`: see the module `ops`.
+A function checks its arguments, and in a group of one rank returns at once. Otherwise it calls the registered op if
+compiled code or gradients need it, else the `Route`, which chooses a transport. `token`: see the module `ops`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_single_rank(route: Route) -> bool:
 
 
 def _is_single_rank_reducing(route: Route, operation: str, x: Tensor, op: str = "sum") -> bool:
-    """Returns True in a group of one rank, but raises UnsupportedError if larger groups don't support reducing `x`."""
+    """Returns True in a group of one rank, but only if larger groups can reduce `x`; else raises UnsupportedError."""
     if not is_single_rank(route):
         return False
     if not is_dynamo_compiling():

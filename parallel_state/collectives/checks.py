@@ -1,6 +1,6 @@
 """Checks a call's arguments against its group, before anything is sent.
 
-torch.compile traces these functions. Therefore they only compare values, and format a text only when they raise.
+torch.compile traces these functions, so they format a text only when they raise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns the condition. If it is unknown during compilation, returns True, and the compiled code checks it."""
+    """Returns the condition. If its value is unknown during compilation, returns True: compiled code then checks."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -49,7 +49,7 @@ def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Raises unless `x` is a valid tensor. Without `needs_values`, or in a simulated group, it can be a meta tensor."""
+    """Raises unless `x` is a dense tensor. With `needs_values`, only a simulated group supports a meta tensor."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "
@@ -320,7 +320,7 @@ def check_norm(context: GroupContext, operation: str, x: Tensor, residual: objec
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
-    """Raises unless `scale` is one float32 element. Reading its value from a device would block the host."""
+    """Raises unless `scale` is one float32 element. Doesn't check its value: reading from a device blocks the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
         raise InvalidArgumentError(

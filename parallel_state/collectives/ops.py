@@ -98,10 +98,10 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns a kernel for tensors whose values are deferred: conjugated, negated and zero tensors.
+    """Returns a kernel that computes the values of lazily conjugated, negated or zero arguments, then calls `op`.
 
-    Unlike torch's default kernel, it also copies results back into the arguments of ops that return nothing. Returns
-    None if the op writes no tensor except its argument `token`.
+    Unlike torch's default kernel, it also copies results back into arguments if `op` returns nothing. Returns None if
+    `op` writes no tensor except its argument `token`.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
@@ -140,8 +140,8 @@ def register(
 ) -> Callable[[Kernel], Kernel]:
     """Returns a decorator that registers a kernel as an op with the schema `(arguments) -> returns`.
 
-    `autograd`: the op's autograd kernel, by default made from `formula`. `advice`: what the error for an input whose
-    gradient would be lost recommends.
+    `fake`: the kernel for fake tensors. `autograd`: the autograd kernel, by default made from `formula`, which computes
+    the input's gradient. `advice`: recommendation of the error for an input whose gradient would be lost.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -391,7 +391,7 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Splits of None mean equal slices. They save 1.5 µs, in which torch would convert two lists."""
+    """Exchanges rows of `x`. Splits are row counts; None means equal counts, and is 1.5 µs faster than two lists."""
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 

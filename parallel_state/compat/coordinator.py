@@ -16,13 +16,16 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 
 class GroupView(GroupCoordinator):
-    """A group with the method names of vLLM or SGLang. Shares its `__dict__` with one of this library's groups."""
+    """A group with vLLM's or SGLang's method names. Shares the `__dict__` of `_made`, one of this library's groups."""
 
     _made: GroupCoordinator
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the view of `made`, a group of this library. The first call fills it by `_show(made, *facts)`."""
+        """Returns the view of `made`, a group of this library. The first call creates it by the subclass's `_show`.
+
+        `facts`: further arguments of `_show`.
+        """
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"
         found = made.__dict__.get(kept)

@@ -18,7 +18,7 @@ class InitializedError(AlreadyInitializedError, AssertionError):
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Error for wrong sizes. Derives from RuntimeError and AssertionError, because Megatron raises both."""
+    """Error for wrong sizes, of all types that Megatron raises."""
 
 
 @contextmanager

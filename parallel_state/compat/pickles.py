@@ -1,4 +1,4 @@
-"""Pickles objects with the bytes of tensors in the pickle, or in separate buffers. Unpickling can run code."""
+"""Pickles objects; the data of tensors is in the pickle or in separate buffers. Unpickling can run code."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ ANSWER_S = 1.0
 class StoreGroup:
     """Exchanges objects over `store`.
 
-    Sender and receiver, or all ranks in a collective, must make their calls in the same order.
+    Sender and receiver, or all ranks in a collective, must make their calls in the same order. Sends delete objects
+    older than `data_expiration_seconds`. The counters and `entries` are internal.
     """
 
     rank: int

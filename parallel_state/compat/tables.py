@@ -31,7 +31,7 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 
 
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
-    """Returns name -> reason from a table of reason -> names.
+    """Returns name -> reason why a module lacks it, from a table of reason -> names.
 
     In names, `MessageQueue.(recv buffer)` stands for `MessageQueue.recv` and `MessageQueue.buffer`.
     """

@@ -1,7 +1,6 @@
 """A process group for torchft: `torchft.Manager(pg=ProcessGroupParallelState(), …)`.
 
-It needs no accelerator and works with torchft 0.2 and torch 2.13. Later versions of torchft and torch also take a group
-of `init_process_group("parallel_state", enable_reconfigure=True)`.
+It needs no accelerator and works with torchft 0.2 and torch 2.13.
 """
 
 from __future__ import annotations

@@ -148,8 +148,9 @@ def _written_out(found: Found) -> Found:
 
 
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
-    """Matches x · rsqrt(mean(x²) + eps), where `square` is the node of x², and `wides` the nodes that are x. Returns
-    the product's node and eps.
+    """Matches x · rsqrt(mean(x²) + eps) and returns the product's node and eps.
+
+    `square`: the node of x². `wides`: the nodes that compute x.
     """
     mean = _only_user(square)
     last = _value(found.add).dim() - 1

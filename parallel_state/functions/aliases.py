@@ -20,7 +20,8 @@ def get_data_parallel_group(
 ) -> GroupCoordinator:
     """Returns the `dp` group, or `dp_cp` if `with_context_parallel`.
 
-    With both arguments returns `intra_dp_cp`, the part within one instance of the distributed optimizer.
+    If `partial_data_parallel` is set as well, returns `intra_dp_cp`, the part within one instance of the distributed
+    optimizer.
     """
     return state.get_group(_data_parallel(with_context_parallel, partial_data_parallel))
 

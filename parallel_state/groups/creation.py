@@ -55,10 +55,9 @@ def create_group(
 ) -> Group:
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    `make`: GroupCoordinator. `name`: the first part of the group's `unique_name`. `domain`: the ranks whose death fails
-    the group, by default all ranks of the world. `given`: process groups of the program, used instead of new ones.
-    `owns_pool`: the group closes `pool`. For the other arguments, and which ranks must call this, see
-    ProcessGroupPool.acquire.
+    `make`: the class to instantiate. `name`: begins `unique_name`. `domain`: the ranks whose death fails the group, by
+    default all ranks of the world. `given`: process groups of the program, used instead of new ones. `owns_pool`: the
+    group closes `pool`. For the other arguments, and which ranks must call this, see ProcessGroupPool.acquire.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -132,7 +131,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts to `timeout_s`, but the gloo group's to at least `at_creation_s`: other groups share it."""
+    """Sets the timeouts to `timeout_s`. That of gloo, which other groups share, is never below `at_creation_s`."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -141,7 +140,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection among `ranks`, which must all call this. `caller`: the public function, for errors."""
+    """Starts failure detection among `ranks`, which all must call this. `caller`: function that errors name."""
     from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 
@@ -175,9 +174,10 @@ def wrap(
     allow_pickle: bool,
     outer_of: Callable[[Sequence[int]], tuple[ProcessGroupPool, FailureDomain]] | None,
 ) -> Group:
-    """Does the work of `make.from_process_group`; `make` is GroupCoordinator.
+    """Implements `GroupCoordinator.from_process_group`. `make`: the class to instantiate.
 
-    `outer_of`: takes the group's ranks, and returns the pool and domain of `within`. None without `within`.
+    `outer_of`: returns, for the group's ranks, the pool and failure domain of the argument `within`. None without
+    `within`.
     """
     forks.check("from_process_group()")
     given = examine(process_group, cpu_group, device)

@@ -40,8 +40,8 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    Each asyncio task can have its own current groups, but autograd doesn't record which task created a node. The
-    backward of nodes that were created in an event loop uses the groups that are current when it runs.
+    Autograd doesn't record which asyncio task created a node. Therefore the backward of nodes that were created in an
+    event loop uses the groups that are current when it runs.
     """
 
     exist: ClassVar[bool] = False

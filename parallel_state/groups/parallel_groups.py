@@ -54,8 +54,8 @@ class VirtualPipeline:
 class ParallelGroups:
     """This rank's groups for one model: one group of each kind in the layout, and the world that they divide.
 
-    Properties: `tp`, `pp`, `dp`; under fairseq2's names `root` (the world), `rdp` (replicated data parallel) and `sdp`
-    (sharded data parallel).
+    Properties: `tp`, `pp`, `dp`, and fairseq2's names: `root` (the world), `rdp` and `sdp` (replicated and sharded data
+    parallel). `divide`, `meshes`, `held` and `lock` are internal.
     """
 
     layout: Layout
@@ -107,7 +107,9 @@ class ParallelGroups:
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns the global ranks of a group without creating the group. Raises the usage errors of `get`."""
+        """Returns the global ranks of a group without creating it. Raises LayoutError and GroupNotInitializedError as
+        `get` does.
+        """
         group = self.groups.get(name)
         if group is not None:
             return group.ranks

@@ -1,8 +1,8 @@
 """Prepares the fork server of `launch`; the server imports this module last.
 
 Freezes the heap, because garbage collection in a child would copy pages shared with the server. Unblocks SIGCHLD, by
-which the server detects exits, and SIGINT. The launcher starts the server with SIGINT blocked, so that Ctrl-C during
-`import torch` prints no traceback.
+which the server detects exits, and SIGINT, which the launcher blocked so that Ctrl-C during `import torch` prints no
+traceback.
 """
 
 import gc

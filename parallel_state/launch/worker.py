@@ -121,7 +121,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Report:
-    """A worker's state, written to a file for the launcher. If `kind` is "result", the function's result follows."""
+    """A worker's state, written to a file for the launcher. If `kind` is "result", the function's result follows.
+
+    `summary`: the error's type and message. `text`: its traceback.
+    """
 
     kind: Literal["running", "result", "error", "interrupted"]
     time: float = 0.0  # monotonic, one clock for all processes of a host

@@ -18,7 +18,7 @@ class Axis:
     """A kind of group: an axis of the grid of ranks, or derived from other kinds.
 
     A derived kind combines the kinds `spans`, divides groups of the kind `within`, or has some ranks of each group of
-    the kind `ends_of`.
+    the kind `ends_of`. `experts`: True for axes of expert layers only.
     """
 
     name: str

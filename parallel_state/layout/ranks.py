@@ -106,7 +106,8 @@ class Layout:
 
     A group has the name of its axis (`tp`), or a name of its own if it spans several axes (`dp`). Several names, as
     arguments of a method, mean the group that spans all axes of these names. Ranks are global, starting at
-    `rank_offset`.
+    `rank_offset`. `missing`: names without a group -> reason. `is_sharded`: True if `dp_shard` or `dp_replicate` was
+    passed.
     """
 
     grids: tuple[Grid, ...]

@@ -1,6 +1,6 @@
 """Creates a `Layout` from sizes and an order.
 
-The layout numbers the same ranks in two ways, each by an order of axes, like Megatron's two RankGenerators:
+The layout numbers the same ranks in two ways, each by an order of axes:
 
 - dense layers: the given order without `ep`;
 - expert layers: the given order with `etp` (expert tensor parallel) in place of `tp`, with `efsdp` (expert data
@@ -196,8 +196,8 @@ def _expert_grid(
 ) -> Grid | str:
     """Returns the numbering of ranks for expert layers; `dense` is that for dense layers.
 
-    `expanded` is the order, with `dp_shard` and `dp_replicate` for `dp`. `given` has the sizes that the caller passed.
-    If no numbering fits, raises LayoutError if an expert size was passed, and otherwise returns the reason.
+    If no numbering fits, returns the reason, or raises LayoutError if the caller passed a size of expert layers.
+    `expanded`: the axes of the order `preset`, with `dp_shard` and `dp_replicate` for `dp`. `given`: the passed sizes.
     """
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:

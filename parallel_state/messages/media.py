@@ -51,7 +51,7 @@ _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 def medium_of(route: Route) -> Medium:
-    """Returns the medium that carries the group's messages: an object of the same class on all ranks."""
+    """Returns the medium that carries the messages of the route's group. Its class is the same on all ranks."""
     if route.context.fake:
         return FakeMedium(route)
     memory = route.context.host_memory
@@ -67,7 +67,7 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the index in TRANSFERS of the method that receives; it is one with a spec only if `reader` has a spec."""
+    """Returns the index in TRANSFERS of this thread's call: of recv_tensor_dict if only the call has a spec."""
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
@@ -168,8 +168,8 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels` carries the messages to one rank. It is None if only the first ranks of hosts are connected to
-        other hosts. Then transfers over `route` carry these messages.
+        """`channels` carries messages to single ranks. None: transfers over `route` carry them, because only the first
+        ranks of hosts are connected to other hosts.
         """
         super().__init__(route)
         self.channels = channels

@@ -311,7 +311,7 @@ class Messenger:
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
         """Receives a spec's tensors, if possible as views of the sender's memory. `head`: the spec's message head.
-        `form`: `Form.address` of the spec.
+        `form`: address of the spec's C++ description.
         """
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))

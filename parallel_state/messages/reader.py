@@ -49,7 +49,8 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """Prepares to receive an object from rank `src`. `out` and `views`: as in recv_tensor_dict.
+        """Prepares to receive an object from rank `src`. `owner`: the messenger or another allocator of tensors. `out`
+        and `views`: as in recv_tensor_dict.
 
         With `gathers`, slices of tensors are all-gathered over `group` as they arrive. Otherwise `build` gathers them.
         """
@@ -169,7 +170,10 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
 
 
 class Medium(Protocol):
-    """What `media` implements: a way to carry messages: to one rank, or to all ranks if the call is a broadcast."""
+    """What `media` implements: a way to carry messages: to one rank, or to all ranks if the call is a broadcast.
+
+    `past_python`: the compiled library's functions that send without Python, or None.
+    """
 
     takes_many: bool
     """True if many small CPU tensors cost no more than one tensor of their total size."""
@@ -178,7 +182,7 @@ class Medium(Protocol):
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Tries to send the object to rank `dst`, or to all ranks if `call` is a broadcast.
+        """Tries to send the object to rank `dst`, or to all ranks if `call` is a broadcast (None: a send).
 
         Returns True if the send is complete, or the handle of a started send. If nothing was sent, returns the encoded
         message, or False if the caller must encode the object. `cut`: the part of each tensor to send. `waits`: waits

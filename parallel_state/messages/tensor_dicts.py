@@ -318,10 +318,10 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Calls `op`, a torch op that sends or receives. Eager calls with plain CPU tensors call the messenger's `method`.
+    """Sends `pieces` to rank `peer`, or receives into them, by the torch op `op`.
 
-    `began`: the time when C++ code began this call and left it to Python, or 0. `pieces`: the tensors to send, or to
-    receive into.
+    Eager calls with plain CPU tensors use the messenger's `method` instead. `began`: the time when C++ code began this
+    call and left it to Python, or 0.
     """
     if not _is_plain(pieces):
         op(pieces, token, spec.digest, peer, messenger.route.key)

@@ -147,7 +147,7 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Encodes `obj`, which must be a `must_be`. Never raises: after an error, returns a message with its text."""
+    """Encodes `obj`. Never raises: after an error, returns a message with its text. `must_be`: required type."""
     part = cut_of(all_gather_group, all_gather_tensors)
     if must_be is None or isinstance(obj, must_be):
         packed = codec_values.pack(obj, part)
@@ -356,9 +356,9 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy of the dict, and the ids of the tensors that `all_gather_tensors` maps to False.
+    """Returns a copy of the dict, and the ids in it of the tensors that `all_gather_tensors` maps to False.
 
-    They are dense in the copy, so that the codec keeps their ids.
+    The copy has these tensors dense, so that the codec keeps their ids.
     """
     tensors = tensors.copy()
     whole = set()
@@ -376,7 +376,6 @@ def head_of(header: Header, *body: bytes) -> bytes:
 
 
 def bytes_of(x: Tensor) -> bytes:
-    """Returns the bytes of a uint8 CPU tensor, without numpy."""
     return ctypes.string_at(x.data_ptr(), x.numel()) if x.numel() else b""
 
 

@@ -60,7 +60,7 @@ class Agreement:
         """Calls `resolve`, which returns a value and this rank's request for `agree`. Returns the value.
 
         Each of `ranks` must call this. Raises ConfigMismatchError if two requests differ. Peers receive the errors of
-        `resolve`, so every step that can fail should be in it.
+        `resolve`, so every step that can fail should be in it. `what`, `domain`: see `agree`.
         """
         try:
             value, request = resolve()
@@ -122,9 +122,9 @@ class Agreement:
     ) -> str:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
-        After a timeout the ranks can try again together, also late ranks. The name ends with the number of the try. It
-        isn't random, because DTensor's caches find a later world's equal group by name. `watched`: ranks whose exit
-        ends the wait. `problem`: why this rank can't create the group; all ranks then raise CommunicationError.
+        After a timeout the ranks can try again together. The name ends with the number of the try. It isn't random,
+        because DTensor's caches find a later world's equal group by name. `watched`: ranks whose exit ends the wait.
+        `problem`: why this rank can't create the group; all ranks then raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"

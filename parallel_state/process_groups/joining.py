@@ -155,7 +155,7 @@ def agree_on_settings(
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
     """Returns a random prefix for the names of a world's process groups, equal on all ranks of `group`, which must all
-    call this. `device`: of the group's tensors. `caller`: the function that errors name.
+    call this. `device`: that of the group's tensors. `caller`: function that errors name.
     """
     # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)

@@ -383,7 +383,7 @@ class ProcessGroupPool:
         """Gives back a group; the last user's call destroys it. Ranks that acquired a group together must also release
         it together.
 
-        `failed`: some operations of the group perhaps never complete.
+        `failed`: calls of the group may never complete.
         """
         with self._lock:
             if failed:

@@ -32,7 +32,10 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class Address(NamedTuple):
-    """A rank's host, network address and process, as sent to other ranks. Every field is a string without spaces."""
+    """A rank's host, network address and process, as sent to other ranks. Every field is a string without spaces.
+
+    `name`: host name. `interface`: name of the network interface. `endpoint`: where the control plane listens.
+    """
 
     network: str = ""
     """Identifies the loopback network: processes with equal values can reach each other over it. Empty if unknown."""

@@ -51,7 +51,6 @@ class DebugPage:
             return str(error.args[0])
 
     def html(self) -> str:
-        """Returns a page that reloads every 2 s."""
         try:
             body = _body(find(self._pid))
         except LookupError as error:

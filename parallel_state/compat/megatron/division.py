@@ -217,10 +217,10 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Creates second groups with the ranks of `dp_cp` and, with `for_expert_parallelism`, of `edp`. Returns this rank's
-    second groups.
+    """Creates a second group for each group `dp_cp` and, with `for_expert_parallelism`, for each `edp`.
 
-    Their calls can overlap calls of the first groups. Every rank must call this.
+    Returns this rank's second groups; that for `edp` is None if not created. Their calls can overlap calls of the first
+    groups. Every rank must call this. `nccl_comm_cfgs` has no effect.
     """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")

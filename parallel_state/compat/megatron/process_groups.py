@@ -30,7 +30,7 @@ CREATED: list[Any] = []
 
 
 def backend_of_groups() -> str | None:
-    """Returns the backend of new groups. None means the default group's: on GPUs, or without the compiled library."""
+    """Returns the backend of new groups: "parallel_state", or None for the default group's backend, as on GPUs."""
     default = str(dist.get_backend())
     if "nccl" in default or default == "fake" or (default == "undefined" and torch.cuda.is_available()):
         return None
@@ -133,7 +133,7 @@ class UnsupportedNetError(InvalidArgumentError, RuntimeError):
 
 
 def options_of(chosen: Mapping[str, Any]) -> GroupOptions:
-    """Converts Megatron's NCCL options. Raises RuntimeError for an unknown `net_name`."""
+    """Converts Megatron's NCCL options, `chosen`. Raises RuntimeError for an unknown `net_name`."""
     if str(chosen.get("net_name", "ib")).lower() not in ("ib", "socket"):
         raise UnsupportedNetError(f"net_name must be ib or socket, but is {chosen['net_name']!r}")
     return GroupOptions(**{ours: chosen[name] for name, ours in _FIELDS.items() if name in chosen})
@@ -173,8 +173,7 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns field name -> GroupCoordinator for the fields `names` of a ProcessGroupCollection. Omits fields without a
-    group.
+    """Returns field name -> GroupCoordinator for the fields `names` of a ProcessGroupCollection that have a group.
 
     The caller still owns the process groups. Every rank of the groups must call this with the same fields in the same
     order.

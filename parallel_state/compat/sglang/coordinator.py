@@ -34,7 +34,7 @@ REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 
 @dataclass
 class P2PWork:
-    """A started transfer. `payload` must not change before `work.wait()` returns."""
+    """A started transfer. The tensor `payload`, if any, must not change before `work.wait()` returns."""
 
     work: Any | None
     payload: Tensor | None
@@ -156,15 +156,15 @@ class GroupCoordinator(GroupView):
         return None
 
     def all_gather_into_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Does what `torch.distributed.all_gather_into_tensor` does."""
         rows = output.view(self.world_size, -1)
         self.group.all_gather(input.reshape(1, -1), 0, out=rows)
 
     def all_gatherv(
         self, input_: Tensor | list[Tensor], sizes: list[int] | None = None, output: Tensor | None = None
     ) -> list[Tensor]:
-        """Concatenates the ranks' tensors along dim 0; rank r has `sizes[r]` rows. Returns a list, with a result for
-        each tensor in `input_`.
+        """Concatenates the ranks' tensors along dim 0; rank r has `sizes[r]` rows (None: equal numbers).
+
+        Returns a list with one result for each tensor in `input_`. `output` receives the result of a single tensor.
         """
         inputs = [input_] if isinstance(input_, Tensor) else input_
         if output is not None and not isinstance(input_, Tensor):
@@ -186,7 +186,7 @@ class GroupCoordinator(GroupView):
     )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-        """Sums `input_` over all ranks, and returns this rank's `sizes[rank]` rows of the sum."""
+        """Sums over all ranks. Returns this rank's `sizes[rank]` rows (None: equal numbers), in `output` if given."""
         scattered = self.group.reduce_scatterv(input_, 0, sizes)
         return scattered if output is None else output.copy_(scattered)
 
@@ -233,7 +233,7 @@ class GroupCoordinator(GroupView):
     ) -> Any:
         """Sends a dict to rank `dst` (default: the next). Each rank of `all_gather_group` sends a slice of each tensor.
 
-        Returns the started transfers if `async_send`, or the dict in a group of one rank.
+        Returns the started transfers if `async_send`, else []. In a group of one rank, returns the dict.
         """
         if self.world_size == 1 or not async_send:
             return self.group.send_tensor_dict(tensor_dict, dst, all_gather_group) or []
@@ -253,7 +253,10 @@ class GroupCoordinator(GroupView):
         send_all_gather_group: Any | None = None,
         recv_all_gather_group: Any | None = None,
     ) -> dict[str, Any] | None:
-        """Sends one dict and returns the received one. In a group of one rank, returns None."""
+        """Sends one dict and returns the received one; in a group of one rank, returns None.
+
+        The all-gather groups are those of `send_tensor_dict` and `recv_tensor_dict`.
+        """
         if self.world_size == 1:
             return None
         sending = self.group.isend_tensor_dict(send_tensor_dict, send_dst, send_all_gather_group)
@@ -279,9 +282,9 @@ def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Creates functions for the module `module` that call a method of a group.
+    """Returns name -> function of the module `module`, which calls a method of a group.
 
-    `table` maps each function's name to group and method, such as `tp.all_reduce`.
+    `table`: name -> group and method, such as `tp.all_reduce`.
     """
 
     found = {}

@@ -116,7 +116,8 @@ def init_model_parallel_group(
 ) -> GroupCoordinator:
     """Creates a group for each list of global ranks, and returns this rank's group.
 
-    Every rank of the world must pass the same lists, and be in one list. Most `use_…` arguments have no effect.
+    Every rank of the world must pass the same lists, and be in one list. `use_custom_allreduce=False` forbids this
+    library's kernels; the other `use_…` arguments have no effect.
     """
     custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(
@@ -184,7 +185,10 @@ def initialize_model_parallel(
 
 
 def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
-    """Creates a group of these ranks. Every rank of the world must call this, and members must pass the same ranks."""
+    """Returns a new process group of `group_ranks`. Every rank of the world must call this.
+
+    Members of a group must pass the same ranks.
+    """
     mine = sorted(set(group_ranks))
     asked = state.get_world_group().all_gather_object(mine)
     made = {each: dist.new_group(list(each), backend=backend) for each in sorted({tuple(each) for each in asked})}

@@ -1,4 +1,4 @@
-"""The communicator of vLLM's CPU groups. Imports vLLM."""
+"""The communicator of vLLM's CPU groups."""
 
 from __future__ import annotations
 

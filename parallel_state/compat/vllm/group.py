@@ -100,7 +100,8 @@ class GroupCoordinator(GroupView):
     ) -> MessageQueue:
         """Creates a message queue from the writer to all other ranks. Every rank of the group must call this.
 
-        With `external_writer_handle`, the process of that handle writes and all ranks read.
+        With `external_writer_handle`, the process of that handle writes and all ranks read. `blocking`: calls
+        `wait_until_ready`.
         """
         return MessageQueue.create_from_process_group(
             self.cpu_group, _CHUNK_BYTES, _CHUNKS, writer_rank, external_writer_handle, blocking
@@ -111,7 +112,8 @@ class GroupCoordinator(GroupView):
     ) -> tuple[MessageQueue, list[QueueHandle]]:
         """Creates a message queue from each rank to the reader. Every rank of the group must call this.
 
-        Returns this rank's queue, and on the reader the handles of all queues.
+        Returns this rank's queue, and the handles of all queues on the reader, else []. `blocking`: calls
+        `wait_until_ready`.
         """
         reader = self.ranks[reader_rank_in_group]
         return MessageQueue.create_from_process_group_single_reader(

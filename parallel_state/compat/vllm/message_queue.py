@@ -150,8 +150,9 @@ class MessageQueue:
     ) -> None:
         """Makes the writing end. Pass `export_handle()` to the readers.
 
-        The queue holds max(max_chunks, 2) unread messages of at most min(max_chunk_bytes, 256 KiB). Sending a longer
-        message waits for the readers.
+        All readers must be on this host, so `n_local_reader` equals `n_reader`. `local_reader_ranks`: their ranks, by
+        default 0, 1, …. `connect_ip` and `enable_shm_tensor_arena` have no effect. The queue holds max(max_chunks, 2)
+        unread messages of at most min(max_chunk_bytes, 256 KiB). Sending a longer message waits for the readers.
         """
         if not 0 <= n_local_reader <= n_reader:
             raise UsageError(f"n_local_reader must be in 0 … {n_reader} (n_reader), but is {n_local_reader}")
@@ -268,8 +269,8 @@ class MessageQueue:
 
     @contextlib.contextmanager
     def _naming_ends(self, operation: str) -> Iterator[None]:
-        """Replaces errors of the block about an exited peer by a PeerDiedError that names the peer's process. After
-        `shutdown`, raises RuntimeError instead.
+        """If the block fails because a process exited, raises PeerDiedError with the process's PID, or RuntimeError
+        after `shutdown`.
         """
         try:
             yield
@@ -300,7 +301,8 @@ class MessageQueue:
     ) -> tuple[MessageQueue, list[Handle]]:
         """Creates a queue from each rank to the global rank `reader_rank`. Every rank of the group must call this.
 
-        Returns this rank's queue, and on the reader the handles of all queues.
+        Returns this rank's queue, and the handles of all queues on the reader, else []. `blocking`: calls
+        `wait_until_ready`.
         """
         _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))
         queue = MessageQueue(1, 1, None, max_chunk_bytes, max_chunks)
@@ -321,7 +323,7 @@ class MessageQueue:
         """Creates a queue from `writer_rank`, a rank in the group, to all other ranks.
 
         Every rank of the group must call this. With `external_writer_handle`, the writer is the process that made
-        this handle, and `writer_rank` is a reader.
+        this handle, and `writer_rank` is a reader. `blocking`: calls `wait_until_ready`.
         """
         queue, handle = None, external_writer_handle
         _check_local(same := in_the_same_node_as(pg, writer_rank))

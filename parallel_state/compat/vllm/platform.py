@@ -1,4 +1,4 @@
-"""vLLM's CPU platform with this library's communicator. Imports vLLM."""
+"""vLLM's CPU platform with this library's communicator."""
 
 from __future__ import annotations
 

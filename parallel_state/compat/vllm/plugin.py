@@ -1,4 +1,4 @@
-"""Decides if vLLM runs on this library, and installs the message queue. Imports vLLM.
+"""Decides if vLLM runs on this library, and installs the message queue.
 
 vLLM has no hook for the queue, so `install` replaces the class in vLLM's modules.
 """

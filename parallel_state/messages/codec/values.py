@@ -69,9 +69,9 @@ def use_library() -> PlainObjects:
 
 @functools.cache
 def _key_check() -> Callable[[bytes], bool]:
-    """Returns a function that returns True for a message body if this library can have encoded all its dict keys.
+    """Returns a function that returns False for a message body with dict keys that this library never sends.
 
-    Other keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
+    Such keys could have colliding hashes, and msgspec can't be stopped while it decodes them.
     """
     from device_communicators.cpu import native
 
@@ -88,7 +88,7 @@ def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed 
 
 
 class RefusedError(Exception):
-    """A value can't be sent: it is `what`. Each container around it appends its key to `path`, innermost first."""
+    """A value can't be sent. `what` describes the value; each container around it appends its key to `path`."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)

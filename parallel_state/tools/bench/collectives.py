@@ -32,7 +32,10 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """One library's implementations of collectives, with the methods that `bench/worker.py` describes."""
+    """One library's implementations of collectives, with the methods that `bench/worker.py` describes.
+
+    `only`: names of the implementations to measure; None means all.
+    """
 
     rank: int
     size: int

@@ -8,8 +8,6 @@ Measures collectives, and round trips of a tensor and of an object; on GPUs if t
 before and after it is timed. The two libraries take turns, and the slowest rank's time counts. Bandwidths are defined
 as in nccl-tests.
 
-In a checkout, `benchmarks/report.py` measures more, and also vLLM and MPIs.
-
 The exit code is 1 if a call failed or a result was wrong.
 """
 

@@ -94,7 +94,8 @@ class Captured:
 def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured:
     """Captures `call` in a CUDA graph on `stream`, a stream of `graph_capture()` (None on the CPU).
 
-    The inputs must keep their addresses. Make one call on this stream before, because first calls can't be captured.
+    `pool`: the graph's memory pool. The inputs must keep their addresses. Make one call on this stream before, because
+    first calls can't be captured.
     """
     if stream is None:
         Captured.standing_in = True

@@ -1,1 +1,1 @@
-"""`python -m parallel_state check`: tests whether a job will work here, and how fast."""
+"""The command `check`."""

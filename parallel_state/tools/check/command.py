@@ -6,8 +6,8 @@
     python -m parallel_state check --rank 0 --size 4 --local-rank 0 --address n1:20000     by hand, once for each rank
 
 Checks launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks. Measures the links
-between hosts, then starts the layout and sends traffic through all of its groups. Each finding says what was found,
-why it matters, and what to do. Under a launcher one rank prints the report for all.
+between hosts, then starts the layout and sends traffic through all of its groups. Under a launcher one rank prints the
+report.
 
 The exit code is the same on every rank: 0 without warnings or errors, 1 with warnings, 2 with errors (also for invalid
 options).

@@ -26,7 +26,7 @@ _MAD_TO_SIGMA = 1.4826
 class Evidence:
     """The facts and measurements of all ranks.
 
-    Keys are ranks' numbers in the order of arrival, from 1, because two processes can claim one rank.
+    Keys are the numbers of `arrivals`, from 1, because two processes can claim one rank.
     """
 
     arrivals: Sequence[Facts]

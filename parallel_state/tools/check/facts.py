@@ -66,7 +66,7 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """The value -1 means no limit, or unknown."""
+    """Limits of shared memory, open files and locked memory. The value -1 means no limit, or unknown."""
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1

@@ -44,8 +44,8 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that matches each group for which `test` is true: the ranks of a host with equal `key`,
-    which isn't None.
+    """Returns a predicate that groups each host's ranks by `key` (None: in no group), and matches the groups for which
+    `test` is true.
     """
 
     def find(evidence: Evidence) -> Iterator[Match]:
@@ -61,7 +61,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that applies `test` to all ranks that share one of their `keys`."""
+    """Returns a predicate that applies `test`, for each of the ranks' `keys`, to all ranks with this key."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]

@@ -43,7 +43,7 @@ class NotMetError(Exception):
 
 
 class Plan(msgspec.Struct):
-    """The leader's message to all ranks, sent when the registration has ended."""
+    """The leader's message to all ranks after registration. `links`: rounds of (measuring rank, measured rank)."""
 
     arrivals: list[Facts]
     """The ranks' facts, in the order of registration."""

@@ -105,7 +105,6 @@ def _measure(kind: str, group: ps.GroupCoordinator, quick: bool) -> GroupTraffic
 
 
 def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
-    """Returns the times in µs of `repeats` all-reduces, after one that can include set-up."""
     clock = Clock(group.device)
     return [clock.seconds(lambda: group.all_reduce(x)) * 1e6 for _ in range(repeats + 1)][1:]
 

@@ -1,1 +1,1 @@
-"""`python -m parallel_state plan`: shows a layout without starting ranks."""
+"""The command `plan`."""

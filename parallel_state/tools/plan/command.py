@@ -1,4 +1,7 @@
-"""`python -m parallel_state plan`. The exit code is 2 for invalid options or sizes that don't fit, and otherwise 0."""
+"""`python -m parallel_state plan`: shows a layout without starting ranks.
+
+The exit code is 2 for invalid options or sizes that don't fit, otherwise 0.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes a plan as text for a terminal, and as JSON for programs.
 
-Keys of the JSON can be added, but none is removed. Its texts can change.
+Later versions keep the keys of the JSON, but can change its texts.
 
     groups           nodes: largest number of nodes of a group. crossing: number of groups on several nodes. same_as:
                      kinds with the same sets of ranks. process_group: "own", "world", "none", or the kind that owns it.

@@ -1,4 +1,4 @@
-"""The command `tune`: measures which kernel is fastest for which size on this machine."""
+"""The command `tune`."""
 
 SIZES = tuple(1 << power for power in range(10, 27))
 """Measured sizes, in bytes per rank."""

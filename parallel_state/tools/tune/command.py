@@ -5,12 +5,11 @@ result.
     python -m parallel_state tune --ranks 8 --out node.json
     torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
 
-Candidates are checked, then timed in turns. A round takes the time of its slowest rank. On GPUs calls are captured in a
-graph and its replays are timed, as in a decode step. The choice is then proven by all kinds of calls on random sizes,
-with random delays of ranks: each result is compared with the expected one.
+Candidates are checked, then timed in turns, on GPUs as replays of a CUDA graph. A round takes the time of its slowest
+rank. The choice is then tested by all kinds of calls on random sizes, with random delays of ranks.
 
-A proven choice is written to the user's table, as a row for this hardware and software. PARALLEL_STATE_PEER_MEMORY=auto
-and PARALLEL_STATE_NCCL=auto read that table. Rows of ranks that share a GPU are never used.
+The choice is written to the user's table, as a row for this hardware and software. PARALLEL_STATE_PEER_MEMORY=auto and
+PARALLEL_STATE_NCCL=auto read that table. Rows of ranks that share a GPU are never used.
 """
 
 from __future__ import annotations
