@@ -566,25 +566,25 @@ def get_dp_group() -> GroupCoordinator:
 
 
 def try_get_world_group() -> GroupCoordinator | None:
-    """Returns the group of all ranks, or None."""
+    """Returns the group of all ranks, or None before init."""
     current = try_get_current_groups()
     return _WORLD if current is None else current.world
 
 
 def try_get_tp_group() -> GroupCoordinator | None:
-    """Returns the tensor-parallel group, or None."""
+    """Returns the tensor-parallel group, or None before init."""
     current = try_get_current_groups()
     return _TP if current is None else current.tp
 
 
 def try_get_pp_group() -> GroupCoordinator | None:
-    """Returns the pipeline-parallel group, or None."""
+    """Returns the pipeline-parallel group, or None before init."""
     current = try_get_current_groups()
     return _PP if current is None else current.pp
 
 
 def try_get_dp_group() -> GroupCoordinator | None:
-    """Returns the data-parallel group, or None."""
+    """Returns the data-parallel group, or None before init."""
     current = try_get_current_groups()
     return _DP if current is None else current.dp
 

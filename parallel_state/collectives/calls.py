@@ -46,7 +46,7 @@ def is_single_rank(route: Route) -> bool:
 
 
 def _is_single_rank_reducing(route: Route, operation: str, x: Tensor, op: str = "sum") -> bool:
-    """Returns True in a group of one rank, but only if larger groups can reduce `x`; else raises UnsupportedError."""
+    """Returns True in a group of one rank. There, raises UnsupportedError if larger groups can't reduce `x`."""
     if not is_single_rank(route):
         return False
     if not is_dynamo_compiling():
@@ -427,8 +427,8 @@ def batch_isend_irecv(route: Route, operations: Sequence[checks.Transfer | dist.
 def _starting_order(own: int, operations: Sequence[checks.Transfer]) -> list[int]:
     """Returns the indices of `operations` in the order in which this rank, `own`, starts them.
 
-    On the CPU receives start first, because a send can wait for its receiver. A device runs transfers one by one: all
-    ranks order the pairs of ranks in the same way, and the lower rank of a pair sends first.
+    On the CPU receives start first, because a send can wait for its receiver. A device runs transfers one by one, so
+    all ranks order the pairs of ranks in the same way, and the lower rank of a pair sends first.
     """
 
     def place(at: int) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns the condition. If its value is unknown during compilation, returns True: compiled code then checks."""
+    """Returns the condition. If its value is unknown during compilation, returns True, and compiled code checks it."""
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -49,7 +49,7 @@ def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Raises unless `x` is a dense tensor. With `needs_values`, only a simulated group supports a meta tensor."""
+    """Raises unless `x` is a dense tensor. With `needs_values`, a meta tensor needs a simulated or fake group."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "

@@ -31,9 +31,8 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world group, or before init a group over torch's default group, and each host's ranks.
-
-    Yields None if there is no other rank.
+    """Yields the world group, or before init a group over torch's default group, and each host's ranks; None without
+    other ranks.
     """
     from parallel_state.groups.world import hosts_of
 

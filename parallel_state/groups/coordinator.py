@@ -123,7 +123,7 @@ class GroupCoordinator:
     CPU groups, sends and receives, the `wait()` of handles and calls of a `Window` may run in several threads at once,
     also during a collective. Transfers from one rank to another are matched by the order of their calls, so both ranks'
     threads must keep the same order. `explain`, `traffic`, `memory_stats` and all properties but `cpu_group` and
-    `device_group`, which can create a group, may be read at any time. `make_sub_group`, `graph_capture`, `suspend`,
+    `device_group` may be read at any time. `make_sub_group`, `graph_capture`, `suspend`,
     `resume` and `destroy` must not run while another thread is in a call of the group.
     """
 
@@ -1016,8 +1016,7 @@ class GroupCoordinator:
     ) -> dict[Any, Any] | Any:  # only a group of one rank has nothing to receive
         """Returns the dict that rank `src` (default: the previous rank) sends.
 
-        CPU tensors are received on the CPU, others on the group's device. In a group of one rank, returns None, as vLLM
-        does.
+        CPU tensors are received on the CPU, others on the group's device. In a group of one rank, returns None.
 
         - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
         - `out`: tensors to receive into, one for each sent tensor, with equal shape, dtype and device type. The
@@ -1059,7 +1058,7 @@ class GroupCoordinator:
     ) -> SendHandle:
         """Starts send_tensor_dict. Change the tensors only after `wait()`.
 
-        In a group of one rank, iterating over the handle yields nothing, as in vLLM.
+        In a group of one rank, iterating over the handle yields nothing.
         """
         messages.check_options(self.context, "isend_tensor_dict", all_gather_group, all_gather_tensors)
         if self.world_size == 1 and messages.is_only_rank(dst) and tensors.is_single_rank(self.route):
@@ -1083,7 +1082,7 @@ class GroupCoordinator:
         """Starts to receive a dict; the handle's `wait()` returns the dict.
 
         Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. In a group of one rank
-        `wait()` returns None, and the handle unpacks to None and two empty lists, as in vLLM.
+        `wait()` returns None, and the handle unpacks to None and two empty lists.
         """
         messages.check_options(self.context, "irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)

@@ -140,7 +140,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection among `ranks`, which all must call this. `caller`: function that errors name."""
+    """Starts failure detection among `ranks`, which all must call this. `caller`: the function that errors name."""
     from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 

@@ -40,8 +40,8 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    Autograd doesn't record which asyncio task created a node. Therefore the backward of nodes that were created in an
-    event loop uses the groups that are current when it runs.
+    The backward of nodes that were created in an event loop uses the groups that are current when it runs, because
+    autograd doesn't record which asyncio task created a node.
     """
 
     exist: ClassVar[bool] = False

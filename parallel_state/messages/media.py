@@ -67,7 +67,10 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the index in TRANSFERS of this thread's call: of recv_tensor_dict if only the call has a spec."""
+    """Returns the index in TRANSFERS of this thread's call, or of recv_tensor_dict if only the call has a spec.
+
+    In the latter case the message belongs to an earlier receive.
+    """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 

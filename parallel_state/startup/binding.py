@@ -13,7 +13,7 @@ from parallel_state.startup.interfaces import Address
 def bind_to_cores(
     lists: Sequence[Sequence[int]] = (), *, local_rank: int = -1, local_world_size: int | None = None
 ) -> list[int]:
-    """Binds all threads of this process to cores, as numactl would, and returns these cores.
+    """Binds all threads of this process to cores, and returns these cores.
 
     Call this before creating groups. `lists` has the cores of each local rank. Without `lists`, the ranks divide the
     cores that the process is allowed to use; all ranks of the host must be allowed the same cores. Each rank gets

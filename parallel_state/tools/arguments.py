@@ -26,8 +26,6 @@ def command_parser(command: str, usage: str, description: str | None, **options:
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps the prose of a help text to the terminal's width."""
-
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = (paragraph.strip("\n") for paragraph in text.split("\n\n"))
         return "\n\n".join(

@@ -65,7 +65,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def get_global_symmetric_memory_buffer() -> Any:
-    """Returns Megatron's own buffer. Raises NotInitializedError if none was set."""
+    """Returns Megatron's symmetric-memory buffer. Raises NotInitializedError if none was set."""
     return _get("symmetric_memory")
 
 

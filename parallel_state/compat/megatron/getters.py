@@ -241,10 +241,6 @@ def _is_stage(last: bool, ignore_virtual: bool, vp_stage: int | None) -> bool:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True on the first pipeline stage.
-
-    With `ignore_virtual=False`, `vp_stage` must also be the first virtual stage.
-    """
     return _is_stage(False, ignore_virtual, vp_stage)
 
 
@@ -253,10 +249,6 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
 
 def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns True if this rank is in the embedding group.
-
-    With `ignore_virtual=False`, its virtual stage `vp_stage` must also share the word embedding.
-    """
     if lookup.group_of("embedding") is None:
         return False
     ranks, rank = lookup.ranks_of("embedding"), dist.get_rank()
@@ -270,7 +262,6 @@ def is_rank_in_position_embedding_group() -> bool:
 
 
 def get_all_ranks() -> str:
-    """Returns this rank's positions in its tp, dp, cp, pp and ep groups, such as `0_1_0_3_0`."""
     stems = ("tensor_model_parallel", "data_parallel", "context_parallel", "pipeline_model_parallel",
              "expert_model_parallel")  # fmt: skip
     return "_".join(str(_get(f"{stem}_rank") or 0) for stem in stems)

@@ -186,7 +186,7 @@ class GroupCoordinator(GroupView):
     )
 
     def reduce_scatterv(self, input_: Tensor, output: Tensor | None = None, sizes: list[int] | None = None) -> Tensor:
-        """Sums over all ranks. Returns this rank's `sizes[rank]` rows (None: equal numbers), in `output` if given."""
+        """Sums `input_` over all ranks. Rank r gets `sizes[r]` rows (None: equal numbers), in `output` if given."""
         scattered = self.group.reduce_scatterv(input_, 0, sizes)
         return scattered if output is None else output.copy_(scattered)
 

@@ -211,7 +211,7 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys all groups and torch's default group, even a default group that the program created.
+    """Destroys all groups and torch's default group, even if the program created that.
 
     Every rank must call this. Idempotent.
     """

@@ -66,7 +66,7 @@ class StatelessProcessGroup(StoreGroup):
                 )  # fmt: skip
 
     def same_node(self, source_rank: int) -> list[bool]:
-        """Returns, for each rank, True if that rank is on the host of `source_rank`. Every rank must call this."""
+        """Returns, for each rank, True if it is on the host of `source_rank`. Every rank must call this."""
         return same_node.find_sharers(
             self.rank == source_rank, lambda name: self.broadcast_obj(name, source_rank), self.all_gather_obj
         )
@@ -93,10 +93,7 @@ class StatelessProcessGroup(StoreGroup):
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, for each rank, True if that rank is on the host of `source_rank`.
-
-    Every rank of the group must call this.
-    """
+    """Returns, for each rank, True if it is on the host of `source_rank`. Every rank of the group must call this."""
     if isinstance(pg, StatelessProcessGroup):
         return pg.same_node(source_rank)
     return same_node.in_the_same_node_as(pg, source_rank)

@@ -1,4 +1,4 @@
-"""Names of measured operations and implementations. Doesn't import torch."""
+"""Names of measured operations and implementations."""
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
 PING_PONG = "ping_pong"

@@ -10,8 +10,6 @@ LINE_S = 10.0
 
 
 class Progress:
-    """Shows the progress of steps that take about `total_s` together."""
-
     def __init__(self, total_s: float, stream: TextIO | None = None) -> None:
         self.total_s, self.done_s = total_s, 0.0
         self._stream = sys.stderr if stream is None else stream

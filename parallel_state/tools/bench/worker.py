@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 class TeamError(RuntimeError):
-    """Raised if a team (the processes that measure one library) fails, or doesn't answer in time."""
+    """A team (the processes that measure one library) failed, or didn't answer in time."""
 
 
 def last_line(text: str) -> str:
@@ -26,8 +26,7 @@ def last_line(text: str) -> str:
 class Timing:
     """The times of one rank: either `elapsed_s`, the duration of all its calls, or one time per call.
 
-    In the second case one rank has the starts of the calls, and the others have the ends, in ns of the host's clock. A
-    call ends when its last rank has ended it.
+    In the second case one rank has the starts of the calls, and the others have the ends, in ns of the host's clock.
     """
 
     elapsed_s: float = 0.0

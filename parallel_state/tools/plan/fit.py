@@ -27,9 +27,7 @@ DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.exp
 
 @dataclass(frozen=True)
 class Change:
-    """`values` maps options (`tp`, `world-size`, `order`) to new values, or None to leave them out; `before` to old
-    values.
-    """
+    """`values`: option (`tp`, `world-size`, `order`) -> new value, or None to omit the option. `before`: old values."""
 
     values: Mapping[str, int | str | None]
     before: Mapping[str, int | str | None]

@@ -19,7 +19,6 @@ class Remark:
 
 
 def remarks_on(plan: Plan) -> list[Remark]:
-    """Returns the warnings, then the notes."""
     found = [remark for check in CHECKS for remark in check(plan)]
     return sorted(found, key=lambda remark: remark.level != "warning")
 

@@ -2,7 +2,6 @@
 result.
 
     python -m parallel_state tune                            starts 2, 4, 6 and 8 ranks, if there are as many GPUs
-    python -m parallel_state tune --ranks 8 --out node.json
     torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
 
 Candidates are checked, then timed in turns, on GPUs as replays of a CUDA graph. A round takes the time of its slowest
