@@ -54,17 +54,16 @@ _PLAIN = _CAREFUL | {int, str}
 _COMPLEX_FORMAT = struct.Struct("<dd")
 
 
-_objects: PlainObjects | None = None
+_objects: list[PlainObjects] = []
 
 
 def use_library() -> PlainObjects:
-    global _objects
-    if _objects is None:
+    if not _objects:
         from device_communicators.cpu import native, plain_tree
 
         dtype_names = {number: DTYPE_NAMES[dtype] for dtype, number in DTYPE_NUMBERS.items()}
-        _objects = plain_tree.PlainObjects(native.load(), MAX_DEPTH, MOST_NUMBERS, dtype_names)
-    return _objects
+        _objects.append(plain_tree.PlainObjects(native.load(), MAX_DEPTH, MOST_NUMBERS, dtype_names))
+    return _objects[0]
 
 
 @functools.cache
@@ -84,7 +83,7 @@ def _key_check() -> Callable[[bytes], bool]:
 
 
 def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed | None:
-    return None if _objects is None else _objects.pack(value, settings.MAX_METADATA_BYTES.get(), cut)
+    return _objects[0].pack(value, settings.MAX_METADATA_BYTES.get(), cut) if _objects else None
 
 
 class RefusedError(Exception):
