@@ -201,10 +201,8 @@ def scatter(
         checks.check_divisible(context, "scatter", x, checks.normal_dim(context, "scatter", x, dim))
         mine = _scattered(context, x, dim)
         if not checks.same_sizes(size, mine) or dtype != x.dtype:
-            raise InvalidArgumentError(
-                f"size and dtype of scatter on {context} must be those of a slice of x, {mine} and {x.dtype}, "
-                f"but are {list(size)} and {dtype}"
-            )
+            must, found = f"be those of a slice of x, {mine} and {x.dtype}", f"are {list(size)} and {dtype}"
+            raise checks.wrong(context, "scatter", "size and dtype", must, found)
         if is_single_rank(route):
             return x
     return _OPS.scatter(x if is_src else None, token, list(size), dtype, context.device, dim, src, route.key)
@@ -346,9 +344,7 @@ def flag_value(context: GroupContext, flag: object) -> bool:
     except (RuntimeError, ValueError, NotImplementedError):  # not exactly one element, or no value
         value = None
     if value is None:
-        raise InvalidArgumentError(
-            f"flag of broadcast_flag on {context} must be a bool, but is a {type(flag).__name__}"
-        )
+        raise checks.wrong(context, "broadcast_flag", "flag", "be a bool", f"is a {type(flag).__name__}")
     return value
 
 
@@ -407,10 +403,8 @@ def batch_isend_irecv(route: Route, operations: Sequence[checks.Transfer | dist.
     context = route.context
     checks.check_no_transform(context, "batch_isend_irecv")
     if not isinstance(operations, (list, tuple)):
-        raise InvalidArgumentError(
-            f"operations of batch_isend_irecv on {context} must be a list of transfers, but is a "
-            f"{type(operations).__name__}"
-        )
+        kind = type(operations).__name__
+        raise checks.wrong(context, "batch_isend_irecv", "operations", "be a list of transfers", f"is a {kind}")
     found = [checks.check_transfer(context, each) for each in operations]
     handles: dict[int, TensorHandle] = {}
     for at in _starting_order(context.rank, found):

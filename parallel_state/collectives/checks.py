@@ -48,6 +48,10 @@ def same_sizes(one: Sequence[int], other: Sequence[int]) -> bool:
     return len(one) == len(other) and all(must_hold(a == b) for a, b in zip(one, other, strict=True))
 
 
+def wrong(context: GroupContext, operation: str, name: str, must: str, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{name} of {operation} on {context} must {must}, but {found}")
+
+
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
     """Raises unless `x` is a dense tensor. With `needs_values`, a meta tensor needs a simulated or fake group."""
     if not isinstance(x, Tensor):
@@ -121,10 +125,9 @@ def check_out(context: GroupContext, operation: str, out: Tensor, x: Tensor, sha
                 f"mode; call {operation} under torch.inference_mode(), or pass a normal tensor"
             )
     if not same_sizes(out.shape, shape) or out.dtype != x.dtype or out.device != x.device:
-        raise InvalidArgumentError(
-            f"out= of {operation} on {context} must have shape {list(shape)}, {x.dtype} and device {x.device}, "
-            f"but has shape {list(out.shape)}, {out.dtype} and device {out.device}"
-        )
+        must = f"have shape {list(shape)}, {x.dtype} and device {x.device}"
+        found = f"has shape {list(out.shape)}, {out.dtype} and device {out.device}"
+        raise wrong(context, operation, "out=", must, found)
 
 
 def has_tangent(*inputs: Tensor) -> bool:
@@ -153,7 +156,7 @@ def check_reduce_op(context: GroupContext, operation: str, reduce_op: object, or
     if order == "rank":
         return name
     if order != "tree":
-        raise InvalidArgumentError(f"order of {operation} on {context} must be 'rank' or 'tree', but is {order!r}")
+        raise wrong(context, operation, "order", "be 'rank' or 'tree'", f"is {order!r}")
     if name != "sum":
         raise InvalidArgumentError(
             f"op of {operation} on {context} with order='tree' must be 'sum', but is {name!r}; leave out order="
@@ -174,10 +177,8 @@ def _name_of_op(context: GroupContext, operation: str, reduce_op: object) -> Red
         for torchs, name in _TORCH_NAMES.items():
             if reduce_op == getattr(dist.ReduceOp, torchs, None):
                 return name
-    raise InvalidArgumentError(
-        f"op of {operation} on {context} must be one of {', '.join(map(repr, REDUCE_OPS))}, or torch's ReduceOp of "
-        f"that name, but is {reduce_op!r}"
-    )
+    must = f"be one of {', '.join(map(repr, REDUCE_OPS))}, or torch's ReduceOp of that name"
+    raise wrong(context, operation, "op", must, f"is {reduce_op!r}")
 
 
 def refuse_async(context: GroupContext, operation: str) -> NoReturn:
@@ -199,10 +200,7 @@ def check_rank(context: GroupContext, operation: str, name: str, rank: object) -
         hint = int_advice(rank)
         if isinstance(rank, int) and rank in context.ranks:
             hint = f"; global rank {rank} is rank {context.ranks.index(rank)} of this group"
-        raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must be a rank in the group, 0 … {context.size - 1}, "
-            f"but is {rank!r}{hint}"
-        )
+        raise wrong(context, operation, name, f"be a rank in the group, 0 … {context.size - 1}", f"is {rank!r}{hint}")
 
 
 def _check_peer(context: GroupContext, operation: str, name: str, rank: int) -> int:
@@ -230,10 +228,8 @@ def normal_dim(context: GroupContext, operation: str, x: Tensor, dim: int) -> in
 def normal_dim_of(context: GroupContext, operation: str, dims: int, dim: int) -> int:
     dims = dims if dims > 0 else 1
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < -dims or dim >= dims:
-        raise InvalidArgumentError(
-            f"dim of {operation} on {context} must be in {-dims} … {dims - 1}, as the tensor has {dims} dims, "
-            f"but is {dim!r}"
-        )
+        must = f"be in {-dims} … {dims - 1}, as the tensor has {dims} dims"
+        raise wrong(context, operation, "dim", must, f"is {dim!r}")
     return dim + dims if dim < 0 else dim
 
 
@@ -250,21 +246,15 @@ def check_sizes(context: GroupContext, operation: str, name: str, sizes: Sequenc
     check_lengths(context, operation, name, sizes)
     _check_elements(context, operation, name, sizes, sum(sizes))
     if len(sizes) != context.size:
-        raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must have one size per rank, {context.size}, but has {len(sizes)}"
-        )
+        raise wrong(context, operation, name, f"have one size per rank, {context.size}", f"has {len(sizes)}")
 
 
 def check_lengths(context: GroupContext, operation: str, name: str, lengths: object) -> None:
     if not isinstance(lengths, (list, tuple)):
-        raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must be a list or tuple of ints, but is a {type(lengths).__name__}"
-        )
+        raise wrong(context, operation, name, "be a list or tuple of ints", f"is a {type(lengths).__name__}")
     for length in lengths:
         if not isinstance(length, (int, torch.SymInt)) or isinstance(length, bool) or not must_hold(length >= 0):
-            raise InvalidArgumentError(
-                f"{name} of {operation} on {context} must be non-negative ints, but is {list(lengths)}"
-            )
+            raise wrong(context, operation, name, "be non-negative ints", f"is {list(lengths)}")
 
 
 def check_shape(context: GroupContext, operation: str, name: str, shape: Sequence[int]) -> None:
@@ -274,9 +264,7 @@ def check_shape(context: GroupContext, operation: str, name: str, shape: Sequenc
 
 def _check_elements(context: GroupContext, operation: str, name: str, lengths: Sequence[int], count: int) -> None:
     if not torch.compiler.is_compiling() and count >= _MOST_ELEMENTS:
-        raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must have fewer than {_MOST_ELEMENTS} elements, but is {list(lengths)}"
-        )
+        raise wrong(context, operation, name, f"have fewer than {_MOST_ELEMENTS} elements", f"is {list(lengths)}")
 
 
 def check_device(context: GroupContext, operation: str, device: object) -> None:
@@ -285,66 +273,55 @@ def check_device(context: GroupContext, operation: str, device: object) -> None:
             return
     except RuntimeError:
         pass
-    raise InvalidArgumentError(f"device of {operation} on {context} must be a torch.device, but is {device!r}")
+    raise wrong(context, operation, "device", "be a torch.device", f"is {device!r}")
 
 
 def check_dtype(context: GroupContext, operation: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"dtype of {operation} on {context} must be a torch.dtype, but is {dtype!r}")
+        raise wrong(context, operation, "dtype", "be a torch.dtype", f"is {dtype!r}")
     refusal = dtype_refusal(dtype)
     if refusal is not None:
-        raise InvalidArgumentError(
-            f"dtype of {operation} on {context} must be a dtype of dense tensors, but {dtype} is a dtype of {refusal}"
-        )
+        found = f"{dtype} is a dtype of {refusal}"
+        raise wrong(context, operation, "dtype", "be a dtype of dense tensors", found)
 
 
 def check_total(context: GroupContext, operation: str, name: str, total: int, x: Tensor, dim: int) -> None:
     if x.dim() == 0 or not must_hold(x.shape[dim] == total):
-        raise InvalidArgumentError(
-            f"{name} of {operation} on {context} must add up to the size of dim {dim} of the tensor, but the sum is "
-            f"{total} and the tensor's shape {list(x.shape)}"
-        )
+        found = f"the sum is {total} and the tensor's shape {list(x.shape)}"
+        raise wrong(context, operation, name, f"add up to the size of dim {dim} of the tensor", found)
 
 
 def check_norm(context: GroupContext, operation: str, x: Tensor, residual: object, weight: object, eps: object) -> None:
     check_tensor(context, operation, x)
     if not isinstance(eps, (int, float, torch.SymFloat)) or isinstance(eps, bool):
-        raise InvalidArgumentError(f"eps of {operation} on {context} must be a float, but is {eps!r}")
+        raise wrong(context, operation, "eps", "be a float", f"is {eps!r}")
     for name, tensor, shape in (("residual", residual, x.shape), ("weight", weight, x.shape[-1:])):
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != x.dtype or x.dim() == 0:
             found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InvalidArgumentError(
-                f"{name} of {operation} on {context} must be a {x.dtype} tensor of shape {list(shape)}, to fit x of "
-                f"shape {list(x.shape)}, but is {found}"
-            )
+            must = f"be a {x.dtype} tensor of shape {list(shape)}, to fit x of shape {list(x.shape)}"
+            raise wrong(context, operation, name, must, f"is {found}")
 
 
 def check_scale(context: GroupContext, operation: str, scale: object) -> None:
     """Raises unless `scale` is one float32 element. Doesn't check its value: reading from a device blocks the host."""
     if not isinstance(scale, Tensor) or scale.numel() != 1 or scale.dtype != torch.float32:
         found = f"{list(scale.shape)} {scale.dtype}" if isinstance(scale, Tensor) else f"a {type(scale).__name__}"
-        raise InvalidArgumentError(
-            f"scale of {operation} on {context} must be a torch.float32 tensor of one element, but is {found}"
-        )
+        raise wrong(context, operation, "scale", "be a torch.float32 tensor of one element", f"is {found}")
 
 
 def check_transfer(context: GroupContext, operation: Transfer | dist.P2POp) -> Transfer:
     method = "batch_isend_irecv"
     if isinstance(operation, dist.P2POp):
         if operation.peer not in context.ranks:
-            raise InvalidArgumentError(
-                f"the peer of a P2POp of {method} on {context} must be a global rank of this group, but is "
-                f"{operation.peer}"
-            )
+            what, must = "the peer of a P2POp", "be a global rank of this group"
+            raise wrong(context, method, what, must, f"is {operation.peer}")
         operation = operation.op.__name__, operation.tensor, context.ranks.index(operation.peer)
     if not isinstance(operation, (tuple, list)) or len(operation) != 3:
-        raise InvalidArgumentError(
-            f"an operation of {method} on {context} must be ('isend', tensor, dst), ('irecv', tensor, src) or "
-            f"a P2POp, but is {operation!r}"
-        )
+        must = "be ('isend', tensor, dst), ('irecv', tensor, src) or a P2POp"
+        raise wrong(context, method, "an operation", must, f"is {operation!r}")
     name, x, peer = operation
     if name not in ("isend", "irecv"):
-        raise InvalidArgumentError(f"an operation of {method} on {context} must be isend or irecv, but is {name!r}")
+        raise wrong(context, method, "an operation", "be isend or irecv", f"is {name!r}")
     check_tensor(context, method, x)
     if name == "irecv":
         check_writable(context, method, x)

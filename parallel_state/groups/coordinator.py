@@ -330,7 +330,7 @@ class GroupCoordinator:
         def resolve() -> tuple[list[int], Request]:
             inside = creation.ranks_inside(self.context, ranks, sorts=self.pool is not None)
             if not isinstance(name, str):
-                raise InvalidArgumentError(f"name of make_sub_group on {self.context} must be a str, but is {name!r}")
+                raise checks.wrong(self.context, "make_sub_group", "name", "be a str", f"is {name!r}")
             return inside, {"list of ranks": format_ranks(ranks), "digest": digest(list(ranks))}
 
         if self.pool is None:
@@ -364,9 +364,7 @@ class GroupCoordinator:
         must list this rank in its `peers`.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
-            raise InvalidArgumentError(
-                f"peers of graph_capture on {self.context} must be ranks, but is a {type(peers).__name__}"
-            )
+            raise checks.wrong(self.context, "graph_capture", "peers", "be ranks", f"is a {type(peers).__name__}")
         for peer in peers:
             checks.check_rank(self.context, "graph_capture", "peers", peer)
         return prepared(self.route, context, self.device, peers)

@@ -21,7 +21,7 @@ class Buffers(NamedTuple):
 
 def checked_buffers(context: GroupContext, method: str, out: object, views: bool = False) -> Buffers | None:
     if not isinstance(views, bool):
-        raise InvalidArgumentError(f"views of {method} on {context} must be a bool, but is a {type(views).__name__}")
+        raise checks.wrong(context, method, "views", "be a bool", f"is a {type(views).__name__}")
     if out is None:
         return None
     if views:
@@ -30,15 +30,11 @@ def checked_buffers(context: GroupContext, method: str, out: object, views: bool
             "your tensors; leave one out"
         )
     if not isinstance(out, Mapping):
-        raise InvalidArgumentError(
-            f"out= of {method} on {context} must be a dict of tensors, but is a {type(out).__name__}"
-        )
+        raise checks.wrong(context, method, "out=", "be a dict of tensors", f"is a {type(out).__name__}")
     for key, buffer in out.items():
         if not isinstance(key, str) or not isinstance(buffer, Tensor):
-            raise InvalidArgumentError(
-                f"out= of {method} on {context} must have str keys and tensors, but {key!r} is a "
-                f"{type(buffer).__name__}; pass tensors only: the call returns the dict's other values"
-            )
+            found = f"{key!r} is a {type(buffer).__name__}; pass tensors only: the call returns the dict's other values"
+            raise checks.wrong(context, method, "out=", "have str keys and tensors", found)
         if buffer.requires_grad or buffer.layout is not torch.strided:
             raise InvalidArgumentError(
                 f"out[{key!r}] of {method} on {context} is overwritten, so it must be dense and must not require a "

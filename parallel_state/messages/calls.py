@@ -21,18 +21,15 @@ def broadcast_object_list(messenger: Messenger, obj_list: list[Any], src: int) -
     context, is_alone = messenger.route.context, is_single_rank(messenger.route)
     # A mistake of `src` is raised below: the other ranks wait for it.
     if not isinstance(obj_list, list) and (context.rank != src or is_alone):
-        raise InvalidArgumentError(
-            f"obj_list of broadcast_object_list on {context} must be a list, but is a {type(obj_list).__name__}"
-        )
+        found = f"is a {type(obj_list).__name__}"
+        raise checks.wrong(context, "broadcast_object_list", "obj_list", "be a list", found)
     if is_alone:
         encodable(messenger, "broadcast_object_list", obj_list, list)
     else:
         received = messenger.broadcast(obj_list, src, "broadcast_object_list", must_be=list)
         if len(received) != len(obj_list):
-            raise InvalidArgumentError(
-                f"obj_list of broadcast_object_list on {context} must be a list as long as rank {src}'s, "
-                f"{len(received)}, but has {len(obj_list)}"
-            )
+            must = f"be a list as long as rank {src}'s, {len(received)}"
+            raise checks.wrong(context, "broadcast_object_list", "obj_list", must, f"has {len(obj_list)}")
         obj_list[:] = received
     return obj_list
 
@@ -53,19 +50,13 @@ def check_options(
     spec: TensorDictSpec | None = None,
 ) -> None:
     if spec is not None and not isinstance(spec, TensorDictSpec):
-        raise InvalidArgumentError(
-            f"spec of {operation} on {context} must be a TensorDictSpec, but is a {type(spec).__name__}"
-        )
+        raise checks.wrong(context, operation, "spec", "be a TensorDictSpec", f"is a {type(spec).__name__}")
     if all_gather_group is not None and type(getattr(all_gather_group, "rank_in_group", None)) is not int:
-        raise InvalidArgumentError(
-            f"all_gather_group of {operation} on {context} must be a GroupCoordinator, but is a "
-            f"{type(all_gather_group).__name__}"
-        )
+        found = f"is a {type(all_gather_group).__name__}"
+        raise checks.wrong(context, operation, "all_gather_group", "be a GroupCoordinator", found)
     if all_gather_tensors is not None and not isinstance(all_gather_tensors, Mapping):
-        raise InvalidArgumentError(
-            f"all_gather_tensors of {operation} on {context} must be a dict of bools by key, but is a "
-            f"{type(all_gather_tensors).__name__}"
-        )
+        found = f"is a {type(all_gather_tensors).__name__}"
+        raise checks.wrong(context, operation, "all_gather_tensors", "be a dict of bools by key", found)
 
 
 def encodable(messenger: Messenger, operation: str, obj: Any, must_be: type | None = None) -> Any:
