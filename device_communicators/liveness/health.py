@@ -9,13 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
+
+import torch
 
 from device_communicators.base import logs, settings
 from device_communicators.base.bounded_store import BoundedStore, StoreSilentError
@@ -33,9 +37,18 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import Call, prepare_exit
 from device_communicators.base.host import is_loopback
 from device_communicators.base.member import GroupMember
-from device_communicators.control.plane import Answer, Change, ControlError, Endpoint, Member, Verdict, World
+from device_communicators.base.torch_internals import all_gather_base
+from device_communicators.control.plane import (
+    MOST_VALUE_BYTES,
+    Answer,
+    Change,
+    ControlError,
+    Endpoint,
+    Member,
+    Verdict,
+    World,
+)
 from device_communicators.liveness.condition import condition_of
-from device_communicators.liveness.gathering import in_parts, over_gloo
 
 logger = logging.getLogger("parallel_state")
 
@@ -56,6 +69,8 @@ _BEATS_IN_LIMIT = 4
 _ADVICE = "check the network between the hosts"
 _WITHOUT_THEM = "Call reinitialize() on the remaining ranks, or restart all"
 _OTHER_BRANCH = "Check if a rank failed or took another branch"
+_LENGTH = struct.Struct("<I")
+_SLICE = timedelta(milliseconds=50)
 
 
 @dataclass(frozen=True)
@@ -159,10 +174,12 @@ class Watcher:
         self._rank = -1
         self._places: dict[int, Place] = {}
         """Includes this rank. Empty before `follow`."""
-        self._problem = "the ranks have not met yet"
+        self.problem = "the ranks have not met yet"
+        """Why there is no control plane. Read this only if there is none."""
         self.limit_s = max(settings.HEARTBEAT_LIMIT_S.get(), _BEATS_IN_LIMIT * settings.HEARTBEAT_S.get())
         """A host that sends nothing for this time counts as unreachable."""
-        self._pids: dict[int, int] = {}  # global rank -> PID
+        self.pids: dict[int, int] = {}
+        """PIDs of this host's ranks, by global rank. Never changed in place."""
         self._gathered: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.has_left: Callable[[int], bool] = lambda rank: False
         """Returns True if a global rank of this host left on purpose."""
@@ -188,17 +205,8 @@ class Watcher:
         """The watcher that opened the control plane, then those that share it."""
 
     @property
-    def problem(self) -> str:
-        """Returns why there is no control plane. Read this only if there is none."""
-        return self._problem
-
-    @property
     def endpoint(self) -> Endpoint | None:
         return None if self._world is None else self._world.endpoint
-
-    @property
-    def pids(self) -> dict[int, int]:
-        return dict(self._pids)
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
         """Opens the control plane and returns its endpoint, or None if that fails. `library`: the compiled library, or
@@ -215,7 +223,7 @@ class Watcher:
                     limit_s=self.limit_s,
                 )
             except ControlError as error:
-                self._problem = str(error)
+                self.problem = str(error)
         return self.endpoint
 
     def answer_guests(self) -> None:
@@ -234,10 +242,10 @@ class Watcher:
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:
             if world is not None and unreachable:
-                self._problem = "rank {} {}".format(*unreachable)
+                self.problem = "rank {} {}".format(*unreachable)
             if logs.is_first_of_host():
                 logger.warning(
-                    "exits of ranks are detected at deadlines, or when a gloo connection breaks: %s", self._problem
+                    "exits of ranks are detected at deadlines, or when a gloo connection breaks: %s", self.problem
                 )
             self._leave()
             return
@@ -271,7 +279,7 @@ class Watcher:
             self.report(rank, text.decode(), certain=False)
             return b""
 
-        self._world, self._rank, self._places, self._problem = other._world, other._rank, other._places, other._problem
+        self._world, self._rank, self._places, self.problem = other._world, other._rank, other._places, other.problem
         self._name, self._all, self.answers[name] = name, other._all, take_failure
         self._all.append(self)  # from here on it gets changes; the earlier ones follow
         self._left = self._left | other._left
@@ -336,7 +344,7 @@ class Watcher:
                 self._left = self._left | {rank}
                 self._news.notify_all()
         elif change.kind == "over":
-            self._problem, self._places = change.text, {}
+            self.problem, self._places = change.text, {}
             self.report(
                 rank,
                 f"can't detect exits of other ranks any more: its control plane ended ({change.text})",
@@ -447,17 +455,17 @@ class Watcher:
             left_s = max(0.0, started + timeout_s - time.monotonic())
             verdict = self.agree(f"{purpose} ({number})", attempt, ranks, part, left_s, watched)
             if verdict is None and gloo is not None:
-                return over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
+                return _over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
             if verdict is None:
                 raise ControlError(
-                    f"{operation} needs this library's control plane, but there is no control plane: {self._problem}"
+                    f"{operation} needs this library's control plane, but there is no control plane: {self.problem}"
                 )
             if verdict.kind != "agreed":
                 raise UnmetError(verdict)
             return verdict.values
 
         try:
-            return in_parts(record, part_of_each)
+            return _in_parts(record, part_of_each)
         except (UnmetError, RuntimeError) as error:
             if isinstance(error, ParallelStateError):
                 raise
@@ -516,7 +524,7 @@ class Watcher:
         purpose.
         """
         self.has_left = has_left
-        self._pids = dict(pids)
+        self.pids = dict(pids)
 
     def left(self, ranks: Iterable[int]) -> list[int]:
         return [rank for rank in ranks if rank in self._left or self.has_left(rank)]
@@ -534,7 +542,7 @@ class Watcher:
     def explain(self, ranks: Iterable[int]) -> str:
         if self.watches(ranks):
             return ""
-        return f"exits of ranks are detected at deadlines, or when a gloo connection breaks: {self._problem}"
+        return f"exits of ranks are detected at deadlines, or when a gloo connection breaks: {self.problem}"
 
     def neighbours_of(self, rank: int) -> list[int]:
         places = self._places
@@ -542,7 +550,7 @@ class Watcher:
         return [each for each, place in places.items() if place.domain == domain != "" and each != rank]
 
     def conditions(self, ranks: Iterable[int]) -> dict[int, str]:
-        found = {rank: condition_of(self._pids[rank]) for rank in ranks if rank in self._pids}
+        found = {rank: condition_of(self.pids[rank]) for rank in ranks if rank in self.pids}
         return {rank: condition for rank, condition in found.items() if condition}
 
     def report(
@@ -599,7 +607,7 @@ class Watcher:
             self._news.wait_for(lambda: bool(self.deaths_of(ranks)), timeout_s)
         found = self.deaths_of(ranks)
         if found:
-            is_local = all(rank in self._pids or rank == self._rank for rank in ranks if rank in self._places)
+            is_local = all(rank in self.pids or rank == self._rank for rank in ranks if rank in self._places)
             together_s = together_s if is_local else max(together_s, _HOST_TOGETHER_S)
             time.sleep(max(0.0, max(death.at_s for death in found) + together_s - time.monotonic()))
             self._report_ending(set(ranks))
@@ -629,7 +637,7 @@ class Watcher:
         process.
         """
         world = self._world
-        for rank, pid in self._pids.items():
+        for rank, pid in self.pids.items():
             is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
             if is_late and not self.has_left(rank):
                 self.report(rank, "has ended")
@@ -667,7 +675,7 @@ class Watcher:
         text = str(error).splitlines()[0]
         if not is_silent:
             text = f"{store} closed the connection or can't be reached ({text})"
-        pid = self._pids.get(-1 if server is None else server)
+        pid = self.pids.get(-1 if server is None else server)
         if pid is not None and (obstacle := condition_of(pid)):
             text += f"; global rank {server} is {obstacle}"
         suspects = [] if server is None else [server]
@@ -691,10 +699,46 @@ class Watcher:
         if self in self._all[1:]:
             self._all.remove(self)
         self._leave()
-        self._pids, self._places = {}, {}
+        self.pids, self._places = {}, {}
         self.has_left = lambda rank: False
         for store in self._stores.values():
             store.close()
 
 
 _SHARED: WeakSet[Watcher] = WeakSet()
+
+
+def _in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
+    """Returns all ranks' records. `gather(number, part)` exchanges part `number` of each rank's record."""
+    framed = _LENGTH.pack(len(record)) + record
+    found = gather(0, framed[:MOST_VALUE_BYTES])
+    ends = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in found]
+    for number in range(1, -(-max(ends) // MOST_VALUE_BYTES)):
+        start = number * MOST_VALUE_BYTES
+        more = gather(number, framed[start : start + MOST_VALUE_BYTES])
+        found = [before + each for before, each in zip(found, more, strict=True)]
+    return [each[_LENGTH.size : end] for each, end in zip(found, ends, strict=True)]
+
+
+def _over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
+    """Exchanges a part of each rank's record over gloo, and returns all parts. Every rank of the group calls this.
+
+    Raises RuntimeError at the deadline, if gloo fails, or within 50 ms after `ended()` becomes true.
+    """
+    size = cpu_group.size()
+    found = bytearray(MOST_VALUE_BYTES * size)
+    out, x = (
+        torch.frombuffer(each, dtype=torch.uint8) for each in (found, bytearray(part.ljust(MOST_VALUE_BYTES, b"\0")))
+    )
+    work = all_gather_base(cpu_group, out, x)
+    while True:
+        try:
+            work.wait(_SLICE)
+            break
+        except RuntimeError:
+            if work.is_completed():  # it failed, or completed just after the slice
+                work.wait(_SLICE)
+                break
+            if time.monotonic() >= deadline or ended():
+                raise
+    return [bytes(found[start : start + MOST_VALUE_BYTES]) for start in range(0, len(found), MOST_VALUE_BYTES)]
