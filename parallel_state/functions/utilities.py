@@ -7,7 +7,7 @@ import io
 import random
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -94,30 +94,31 @@ def master_first() -> Iterator[None]:
     The body must not make calls that need other ranks. All ranks leave together. If the body raises on a rank, the
     other ranks raise RemoteError.
     """
-    with _world_or_default_group() as found:
-        if found is None:
-            yield
-        else:
-            with _leader_first(found[0], list(range(found[0].world_size))):
-                yield
+    with _leader_first(lambda world, nodes: range(world.world_size)):
+        yield
 
 
 @contextmanager
 @host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
     """Runs the body on the first rank of each host, then on the host's other ranks. See master_first."""
+    with _leader_first(lambda world, nodes: next(ranks for ranks in nodes if world.rank_in_group in ranks)):
+        yield
+
+
+@contextmanager
+def _leader_first(find: Callable[[GroupCoordinator, list[list[int]]], Sequence[int]]) -> Iterator[None]:
+    """Runs the body on the first of the ranks that `find(world, nodes)` returns, then on the others of them."""
     with _world_or_default_group() as found:
         if found is None:
             yield
         else:
-            world, nodes = found
-            with _leader_first(world, next(ranks for ranks in nodes if world.rank_in_group in ranks)):
+            with _in_turn(found[0], *find(*found)):
                 yield
 
 
 @contextmanager
-def _leader_first(world: GroupCoordinator, members: Sequence[int]) -> Iterator[None]:
-    leader, others = members[0], members[1:]
+def _in_turn(world: GroupCoordinator, leader: int, *others: int) -> Iterator[None]:
     if world.rank_in_group != leader:
         _raise_if_failed(world, world.recv_object(leader))
     failure: str | None = None

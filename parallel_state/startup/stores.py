@@ -262,9 +262,8 @@ def listen_on(host: str | None, port: int, backlog: int) -> socket.socket:
 
 
 def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> dist.Store:
-    # While the port has no listener, TCPStore retries with second-long pauses and logs each attempt.
     try:
-        ask_for_store(address, deadline)
+        return join_tcp_store(address, deadline)
     except ForeignServiceError as error:
         where = f"{address[0]}:{address[1]}"
         raise _error_of(
@@ -272,6 +271,11 @@ def _connect(address: tuple[str, int], place: ProcessEnvironment, deadline: floa
             f"rank {place.rank} of {place.world_size} must connect to the store at {where}, but {error}. Stop that "
             "service, or choose another MASTER_PORT (the same on every rank)",
         ) from error
+
+
+def join_tcp_store(address: tuple[str, int], deadline: float) -> dist.Store:
+    # While the port has no listener, TCPStore retries with second-long pauses and logs each attempt.
+    ask_for_store(address, deadline)
     return open_tcp_store(address, deadline)
 
 

@@ -42,6 +42,7 @@ MAY_HOLD_RAW = {
     "parallel_state/startup/stores.py:_connect": "made within a deadline",
     "parallel_state/startup/stores.py:_store_of_launch": "made at start",
     "parallel_state/startup/stores.py:open_tcp_store": "made within a deadline",
+    "parallel_state/startup/stores.py:join_tcp_store": "made within a deadline",
     "device_communicators/base/torch_internals.py:new_group_of_members": "torch's take a store; run_watched runs it",
     "device_communicators/base/torch_internals.py:find_stores_by": "replaces what torch makes stores with",
     "device_communicators/base/torch_internals.py:find_stores_by.create": "replaces what torch makes stores with",
@@ -57,7 +58,6 @@ MAY_HOLD_RAW = {
     "parallel_state/tools/check/meeting.py:_serve": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_join_other": "made within a deadline",
     "parallel_state/tools/check/meeting.py:_connect": "made within a deadline",
-    "parallel_state/tools/check/meeting.py:_shake_hands": "made within a deadline",
     "parallel_state/startup/stores.py:store_in_words": "reads an address",
     "parallel_state/launch/store.py:_torch_store": "serves a store, asks it nothing",
 }

@@ -19,7 +19,7 @@ from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.base.errors import RendezvousError
 from device_communicators.base.host import connect_to
 from device_communicators.control.client import ForeignServiceError
-from parallel_state.startup.stores import JOB_STORE, ask_for_store, check_own, listen_on, looks, open_tcp_store
+from parallel_state.startup.stores import JOB_STORE, check_own, join_tcp_store, listen_on, looks, open_tcp_store
 from parallel_state.tools.check.facts import Facts, Place
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ PAUSE_S = 0.02
 _CONNECT_S = 2.0
 _HANDSHAKE_S = 3.0
 _OWN_NAME_S = 3.0
-_SETTLE_S = 0.2
+_ARRIVAL_S = 1.0
 _LATE_S = 1.5
 """If ranks or world sizes conflict, the leader waits this much longer for further ranks."""
 
@@ -70,10 +70,10 @@ class Meeting:
         self.arrival = int(self._store.add("arrivals", 1))
         self._store.set(f"arrival/{self.arrival}", msgspec.json.encode(facts).decode())
 
-    def arrivals(self, seen: list[Facts], limit_s: float = 1.0) -> list[Facts]:
+    def arrivals(self, seen: list[Facts]) -> list[Facts]:
         found = list(seen)
         for number in range(len(seen) + 1, int(self._store.add("arrivals", 0)) + 1):
-            content = self.get(f"arrival/{number}", time.monotonic() + limit_s)
+            content = self.get(f"arrival/{number}", time.monotonic() + _ARRIVAL_S)
             if content is None:  # it exited between both steps of `arrive`
                 break
             found.append(msgspec.json.decode(content, type=Facts))
@@ -98,10 +98,6 @@ class Meeting:
             if now >= deadline or (late_until is not None and now >= late_until):
                 return found
             time.sleep(PAUSE_S)
-
-    def settle(self, seen: list[Facts]) -> list[Facts]:
-        time.sleep(_SETTLE_S)
-        return self.arrivals(seen)
 
     def meet(self, key: str, amount: int, total: int, deadline: float) -> None:
         count = int(self._store.add(key, amount))
@@ -171,19 +167,13 @@ def _serve(address: tuple[str, int], prefix: str, deadline: float) -> tuple[dist
 def _join_other(address: tuple[str, int], prefix: str) -> dist.Store:
     port = f"port {address[1]} of {socket.gethostname()}"
     try:
-        store = _shake_hands(address, _HANDSHAKE_S)
+        store = join_tcp_store(address, time.monotonic() + _HANDSHAKE_S)
         if BoundedStore(dist.PrefixStore(prefix, store)).check(["arrivals"]):
             return store
         text = f"{port} is in use by the store of another job"
     except (OSError, RuntimeError, ForeignServiceError) as error:
         text = f"{port} is in use by another program: {error}"
     raise NotMetError("port-taken", text)
-
-
-def _shake_hands(address: tuple[str, int], limit_s: float) -> dist.Store:
-    deadline = time.monotonic() + limit_s
-    ask_for_store(address, deadline)
-    return open_tcp_store(address, deadline)
 
 
 def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.Store:
@@ -195,7 +185,7 @@ def _connect(address: tuple[str, int], place: Place, deadline: float) -> dist.St
             with connect_to(address, max(0.05, min(_CONNECT_S, left_s))):
                 pass
             try:
-                return _shake_hands(address, max(1.0, min(_HANDSHAKE_S, left_s)))
+                return join_tcp_store(address, time.monotonic() + max(1.0, min(_HANDSHAKE_S, left_s)))
             except (OSError, RuntimeError, ForeignServiceError) as error:
                 text = f"a program listens at {where}, but it isn't the store of a job: {error}"
                 kind = "master-stranger"

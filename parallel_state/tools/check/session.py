@@ -33,6 +33,7 @@ _END_S = 1.5
 """Time reserved for the report and its acknowledgement."""
 MOST_RANKS = 64
 _START_S = 15.0
+_SETTLE_S = 0.2
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -129,7 +130,9 @@ class Session:
         meeting, options = self.meeting, self.options
         meeting.put("left_s", self.deadline - time.monotonic())
         arrivals = meeting.gather(self.facts.place.world_size, max(self._until(0.5), time.monotonic() + 2.0))
-        arrivals = meeting.settle(arrivals) if self.facts.place.world_size > 1 else arrivals
+        if self.facts.place.world_size > 1:
+            time.sleep(_SETTLE_S)  # for surplus ranks
+            arrivals = meeting.arrivals(arrivals)
         world_size = _most_common(arrivals)
         complete = sorted(each.place.rank for each in arrivals) == list(range(world_size))
         rounds = links.schedule(links.host_leaders(arrivals)) * _PASSES

@@ -17,7 +17,9 @@ import parallel_state as ps
 from device_communicators.base.errors import ParallelStateError
 from device_communicators.routing.communicator import Request
 from parallel_state.layout.resolution import made_at_start
+from parallel_state.tools.bench.collectives import answer, given, ours_by_method
 from parallel_state.tools.bench.devices import Clock
+from parallel_state.tools.bench.names import OPERATIONS
 from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
@@ -110,41 +112,29 @@ def _timed(group: ps.GroupCoordinator, x: Tensor, repeats: int) -> list[float]:
 
 
 def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]]:
-    rank, size = group.rank_in_group, group.size
+    rank, size, kind = group.rank_in_group, group.size, (torch.float32, group.device)
     numel -= numel % size
-    ramp = torch.arange(numel, device=group.device, dtype=torch.float32) % 97
-    mine = ramp + rank
-    total = ramp * size + size * (size - 1) // 2
-    yield "all_reduce", _same(group.all_reduce(mine), total)
-    gathered = group.all_gather(mine.view(1, -1), 0)
-    yield "all_gather", all(_same(gathered[other], ramp + other) for other in range(size))
-    part = numel // size
-    expected = total[rank * part : (rank + 1) * part]
-    yield "reduce_scatter", _same(group.reduce_scatter(mine, 0), expected)
-    src = size - 1
-    yield "broadcast", _same(group.broadcast(mine.clone(), src), ramp + src)
-    exchanged = group.all_to_all(mine, 0, 0)
-    rows = [ramp[rank * part : (rank + 1) * part] + other for other in range(size)]
-    yield "all_to_all", _same(exchanged, torch.cat(rows))
-    yield "send and recv", _ring(group, mine, ramp)
+    for name in OPERATIONS:
+        call, _ = ours_by_method(group, name)
+        yield name, _same(call(given(numel, rank, *kind)), answer(name, numel, rank, size, *kind))
+    yield "send and recv", _ring(group, given(numel, rank, *kind), given(numel, (rank - 1) % size, *kind))
     received = group.broadcast_object({"src": 0, "values": [numel, "é"]} if rank == 0 else None, 0)
     yield "broadcast_object", received == {"src": 0, "values": [numel, "é"]}
 
 
-def _ring(group: ps.GroupCoordinator, mine: Tensor, ramp: Tensor) -> bool:
-    """Sends `mine` to the next rank. Returns True if the tensor from the previous rank is `ramp` plus that rank.
+def _ring(group: ps.GroupCoordinator, mine: Tensor, expected: Tensor) -> bool:
+    """Sends `mine` to the next rank. Returns True if the tensor from the previous rank is `expected`.
 
     Odd ranks receive before they send, so that ranks can't deadlock.
     """
     rank, size = group.rank_in_group, group.size
-    following, previous = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and rank != size - 1
     if sends_first:
-        group.send(mine, following)
-    received = group.recv(mine.shape, mine.dtype, previous)
+        group.send(mine)
+    received = group.recv(mine.shape, mine.dtype)
     if not sends_first:
-        group.send(mine, following)
-    return _same(received, ramp + previous)
+        group.send(mine)
+    return _same(received, expected)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
