@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from device_communicators.base.errors import InvalidArgumentError
+from device_communicators.base.host import read_text
 
 DEVICES = Path("/sys/devices/system")
 UNKNOWN = -1
@@ -71,20 +72,13 @@ def _cache_of(number: int, devices: Path) -> int:
 
 
 def _sharers(number: int, devices: Path) -> set[int]:
-    levels = [(_text(path / "level"), path) for path in (devices / f"cpu/cpu{number}/cache").glob("index[0-9]*")]
+    levels = [(read_text(path / "level"), path) for path in (devices / f"cpu/cpu{number}/cache").glob("index[0-9]*")]
     return _list_in(max(levels)[1] / "shared_cpu_list") if levels else set()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _list_in(path: Path) -> set[int]:
     try:
-        return set(parse_list(_text(path)))
+        return set(parse_list(read_text(path)))
     except ValueError:
         return set()
 

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -16,13 +17,16 @@ _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _LINK_LOCAL = "20"
 
 
+def read_text(path: str | Path) -> str:
+    """Returns a file's text without white space at both ends; "" if the file can't be read."""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read().strip()
+    return ""
+
+
 @functools.cache
 def boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return read_text("/proc/sys/kernel/random/boot_id")
 
 
 def local_namespace(kind: str) -> int:
@@ -54,11 +58,7 @@ def parent_of(pid: int) -> int:
 
 
 def _stat(pid: int, field: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[field]
-    except (OSError, IndexError):
-        return ""
+    return next(iter(read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()[field:]), "")
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:

@@ -31,6 +31,7 @@ import torch
 from device_communicators.base import limits, settings
 from device_communicators.base.errors import InvalidArgumentError, LaunchError
 from device_communicators.base.helper_threads import HelperThread, name_this_thread
+from device_communicators.base.host import read_text
 from device_communicators.base.torch_internals import find_stores_by
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
@@ -89,10 +90,8 @@ def blocked_signals(pid: int) -> int:
 
 
 def _status(pid: int, field: str) -> str:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-        found = re.search(rf"^{field}:\s*(\S+)", file.read(), re.MULTILINE)
-        return found[1] if found else ""
-    return ""
+    found = re.search(rf"^{field}:\s*(\S+)", read_text(f"/proc/{pid}/status"), re.MULTILINE)
+    return found[1] if found else ""
 
 
 class Inherited:

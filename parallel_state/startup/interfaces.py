@@ -19,6 +19,7 @@ from device_communicators.base.host import (
     is_loopback,
     namespace_id,
     process_domain,
+    read_text,
     start_time,
 )
 from device_communicators.control.plane import Endpoint
@@ -203,9 +204,7 @@ def _nccl_environment(
 
 
 def _is_up(name: str) -> bool:
-    with contextlib.suppress(OSError), open(f"/sys/class/net/{name}/operstate", encoding="utf-8") as file:
-        return file.read().strip() == "up"
-    return False
+    return read_text(f"/sys/class/net/{name}/operstate") == "up"
 
 
 def _names() -> str:

@@ -24,6 +24,7 @@ from device_communicators.base import host, settings
 from device_communicators.base.cores import parse_list
 from device_communicators.base.errors import ParallelStateError, SettingError
 from device_communicators.base.helper_threads import Call
+from device_communicators.base.host import read_text
 from device_communicators.cpu import native, native_build
 from parallel_state.startup import binding, environment, interfaces
 from parallel_state.startup.stores import JOB_STORE
@@ -112,12 +113,6 @@ def _result(call: Call, limit_s: float) -> tuple[Any, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _text(path: str | Path) -> str:
-    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
-        return file.read().strip()
-    return ""
-
-
 def _number(text: str, default: int = 0) -> int:
     try:
         return int(text)
@@ -164,8 +159,8 @@ def _ancestors() -> list[str]:
     found: list[str] = []
     pid = os.getppid()
     while pid > 0 and len(found) < 16:
-        words = [word for word in _text(f"/proc/{pid}/cmdline").split("\0") if word]
-        found.append(_program(words) or _text(f"/proc/{pid}/comm") or "?")
+        words = [word for word in read_text(f"/proc/{pid}/cmdline").split("\0") if word]
+        found.append(_program(words) or read_text(f"/proc/{pid}/comm") or "?")
         pid = host.parent_of(pid)
     return found
 
@@ -206,7 +201,7 @@ def read_interfaces() -> list[Interface]:
         folder = _folder_of(name)
         kind = _kind_of_interface(name, folder)
         flags, mtu = host.interface_ioctl(name, _SIOCGIFFLAGS), host.interface_ioctl(name, _SIOCGIFMTU)
-        speed = _number(_text(f"{folder}/speed")) if folder and kind in ("physical", "infiniband") else 0
+        speed = _number(read_text(f"{folder}/speed")) if folder and kind in ("physical", "infiniband") else 0
         found.append(
             Interface(
                 name=name,
@@ -222,7 +217,7 @@ def read_interfaces() -> list[Interface]:
 
 def _folder_of(name: str) -> str:
     folder, address = f"/sys/class/net/{name}", host.interface_ioctl(name, _SIOCGIFHWADDR)
-    seen = _text(f"{folder}/address").replace(":", "")[:12]
+    seen = read_text(f"{folder}/address").replace(":", "")[:12]
     return folder if address and seen == address[2:8].hex()[: len(seen)] and seen else ""
 
 
@@ -233,7 +228,7 @@ def _kind_of_interface(name: str, folder: str) -> str:
         return "container"
     if folder and os.path.isdir(f"{folder}/bridge"):
         return "bridge"
-    if (folder and _text(f"{folder}/type") == _INFINIBAND) or name.startswith("ib"):
+    if (folder and read_text(f"{folder}/type") == _INFINIBAND) or name.startswith("ib"):
         return "infiniband"
     return "physical" if folder and os.path.exists(f"{folder}/device") else "virtual"
 
@@ -272,8 +267,8 @@ def _resolve(name: str) -> list[str]:
 def _infiniband() -> dict[str, str]:
     found = {}
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
-        state = _text(port / "state").partition(":")[2].strip() or "?"
-        found[f"{port.parts[-3]}/{port.name}"] = f"{state}, {_text(port / 'rate')}"
+        state = read_text(port / "state").partition(":")[2].strip() or "?"
+        found[f"{port.parts[-3]}/{port.name}"] = f"{state}, {read_text(port / 'rate')}"
     return found
 
 
@@ -281,7 +276,7 @@ def versions() -> Versions:
     found = Versions(
         python=platform.python_version(),
         torch=str(torch.__version__),
-        driver=_text("/sys/module/nvidia/version"),
+        driver=read_text("/sys/module/nvidia/version"),
     )
     with contextlib.suppress(metadata.PackageNotFoundError):
         found.package = metadata.version("parallel-state")
@@ -324,7 +319,7 @@ def _read_shared_memory(found: Limits) -> None:
             file.flush()
     except OSError as error:
         found.shm_problem = error.strerror or str(error)
-    mounted = [line.split() for line in _text("/proc/self/mounts").splitlines()]
+    mounted = [line.split() for line in read_text("/proc/self/mounts").splitlines()]
     kinds = [words[2] for words in mounted if len(words) > 2 and words[1] == folder]
     if not found.shm_problem and kinds and kinds[-1] not in ("tmpfs", "ramfs"):
         found.shm_problem = f"it is a {kinds[-1]}, not a tmpfs"
@@ -332,7 +327,7 @@ def _read_shared_memory(found: Limits) -> None:
 
 def _cgroup_folders(controller: str) -> list[Path]:
     """Returns this process's cgroup folders for `controller`, the innermost first."""
-    for line in _text("/proc/self/cgroup").splitlines():
+    for line in read_text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
             root = Path("/sys/fs/cgroup") / controller
@@ -350,9 +345,9 @@ def cpu_quota() -> tuple[float, str]:
     """Returns the tightest CPU quota in cores (-1 if there is none), and the cgroup that has this quota."""
     tightest, where = -1.0, ""
     for folder in _cgroup_folders("cpu"):
-        words = _text(folder / "cpu.max").split()
+        words = read_text(folder / "cpu.max").split()
         if not words:
-            words = [_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")]
+            words = [read_text(folder / "cpu.cfs_quota_us"), read_text(folder / "cpu.cfs_period_us")]
         quota, period = (_number(word, -1) for word in (*words, "", "")[:2])
         if quota > 0 and period > 0 and (tightest < 0 or quota / period < tightest):
             tightest, where = quota / period, str(folder)
@@ -363,11 +358,11 @@ def cpu() -> Cpu:
     affinity = sorted(os.sched_getaffinity(0))
     found = Cpu(online=os.cpu_count() or 0, affinity=affinity, threads=torch.get_num_threads())
     for core in affinity:
-        siblings = parse_list(_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
+        siblings = parse_list(read_text(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"))
         if len(siblings) > 1:
             found.siblings[str(core)] = siblings
     for node in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
-        found.numa_nodes[node.name.removeprefix("node")] = parse_list(_text(node / "cpulist"))
+        found.numa_nodes[node.name.removeprefix("node")] = parse_list(read_text(node / "cpulist"))
     found.quota_cores, found.cgroup = cpu_quota()
     return found
 
