@@ -1,7 +1,6 @@
 """Measures start-up as the world grows: times real ranks, and counts one rank's calls in worlds of up to 16,384 ranks.
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
-    python benchmarks/init_scaling.py --ranks 2 8 --repetitions 2     a minute
 
 A. Times real ranks over gloo, forks of this process: init, groups, and first all_reduces, with checked sums. Ours
    alternates with `new_group` of every list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The

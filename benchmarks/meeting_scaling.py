@@ -1,7 +1,6 @@
 """Measures how up to 1,024 ranks find each other over the store, before a backend connects them.
 
     python benchmarks/meeting_scaling.py                                    16 to 1,024 ranks, some minutes on 2 cores
-    python benchmarks/meeting_scaling.py --ranks 16 64 --repetitions 1      seconds
 
 The ranks are threads in forks of this process, eight per host, with an address per host. With the real store, they run
 the steps before torch's `init_process_group`: the rendezvous, the start-up watch, and the check that all hosts reach

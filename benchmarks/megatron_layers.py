@@ -3,9 +3,9 @@
     python benchmarks/megatron_layers.py            8 KiB to 1 MiB of activations; needs megatron-core
 
 Measures forward and backward of a column- and a row-parallel linear layer, with and without sequence parallelism, the
-embedding's forward, and the layers' collectives alone. Results of both must be bitwise equal. Times are medians of the
-slower rank, in microseconds. At the end: the part of a layer's time without collectives, and the speed-up if
-collectives cost nothing.
+embedding's forward, and the layers' collectives alone. Results must be bitwise equal. Times are medians of the slower
+rank, in microseconds. At the end: the part of a layer's time without collectives, and the speed-up if collectives cost
+nothing.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python benchmarks/membership.py                        4 -> 3 -> 4 ranks, 20 rounds: a minute; needs torch >= 2.15
 
-In each round of ours, a random rank is killed by SIGKILL in the middle of traffic, and the survivors' errors must name
-it. `first right collective` is the time from the SIGKILL until the last survivor has a right result in the new group.
+In this library's rounds, a random rank is killed by SIGKILL in the middle of traffic, and the survivors' errors must
+name it. `first right collective` is the time from the SIGKILL until the last survivor has a right result in the new
+group.
 
-After a SIGKILL, gloo's survivors would wait until their timeouts. In gloo's rounds, and in further rounds of ours, all
-ranks instead abort the group between two calls, and one exits. Times count from the abort. All ranks then call
-reconfigure at the same moment. gloo's handles change each time, so its ranks exchange them through files. This exchange
-and the wait for the moment aren't timed.
+After a SIGKILL, gloo's survivors would wait until their timeouts. In gloo's rounds, and in further rounds of this
+library, all ranks instead abort the group between two calls, and one exits. Times count from the abort. All ranks then
+call reconfigure at the same moment. gloo's handles change each time, so its ranks exchange them through files. This
+exchange and the wait for the moment aren't timed.
 
 `reconfigure` is the call that makes the group of the survivors, `join` the one that adds a waiting process. The slowest
 rank's time counts. Candidates take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off

@@ -2,8 +2,8 @@
 First the other ranks' kernels run one by one with the abort word set: each stages its data, finds no peers, and exits
 without storing its epoch. Then the host writes the barrier's flags. Rank 0's kernel can repeat its call after its
 epochs are reset, so the call must fit into one epoch: see `takes_one_epoch`. NCCL and torch's symmetric memory
-(`Others`) have one rank, a lower bound: processes take turns on a GPU, and a waiting kernel holds it until its time
-slice ends.
+(`Others`) have one rank, which gives a lower bound: processes take turns on a GPU, and a waiting kernel holds it until
+its time slice ends.
 """
 
 from __future__ import annotations

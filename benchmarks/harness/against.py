@@ -44,7 +44,9 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(now: Sequence[float], before: Sequence[float], draws: int = DRAWS) -> Ratio:
-    """Returns the ratio of the medians and its interval. The draws are seeded, so equal series give equal intervals."""
+    """Returns the ratio of the medians, with its interval from `draws` resamples. These are seeded, so equal series
+    give equal intervals.
+    """
     draw = random.Random(0)
     pairs = list(zip(now, before, strict=True))
     found = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))

@@ -1,4 +1,4 @@
-"""Measures collectives on GPUs and under torchrun, where the ranks take the times: each communicator of the group's
+"""Measures collectives on GPUs and under torchrun, where the ranks measure the times: each communicator of the group's
 route alone, the whole route, and torch.distributed; eager, compiled and in CUDA graphs. Candidates are checked before
 and after, and take turns by round. Device events time a round, after a barrier and some untimed calls; the slowest
 rank's time counts. algbw, busbw and sizes are those of nccl-tests (doc/PERFORMANCE.md there). `host` is the CPU's time

@@ -85,7 +85,7 @@ def _watched(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
 
 
 class Strangers:
-    """Measures how many cores other programs use, beside this process and the ranks, since its creation."""
+    """Measures how many cores other programs use, besides this process and the ranks, from its creation on."""
 
     def __init__(self, teams: Sequence[Team]) -> None:
         self.pids = [os.getpid(), *(pid for team in teams for pid in team.pids)]
@@ -93,7 +93,7 @@ class Strangers:
         self.before_s = self._others_s()
 
     def cores(self) -> float | None:
-        """Returns None if the system doesn't report it or a rank has exited."""
+        """Returns the mean number of cores; None if the system doesn't report it or a rank has exited."""
         now_s = self._others_s()
         if now_s is None or self.before_s is None:
             return None

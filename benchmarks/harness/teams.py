@@ -101,7 +101,7 @@ class Team:
         forks: bool = True,
     ) -> None:
         """`module`, `settings`: see worker.py. `launcher`: a command that starts all ranks of the script appended to
-        it; None: starts each rank itself. `root`: folder with both packages. `forks`: fork ranks from this process;
+        it; None: the team starts each rank. `root`: folder with both packages. `forks`: fork ranks from this process;
         else each is an interpreter, and can import another tree.
         """
         self.name = name
@@ -254,7 +254,7 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Yields the teams that started; `left_out` gets the others' reasons. Ends all teams on exit, also on SIGTERM."""
+    """Yields the teams that started; `left_out` gets the others' reasons. Ends all teams on exit and SIGTERM."""
     before = signal.getsignal(signal.SIGTERM)
     if before == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -2,7 +2,6 @@
 
     make demo                                                 TP 2 x PP 2 over this repository's README
     python benchmarks/inference/demo.py --input notes.md --query "what happens when a process dies?"
-    torchrun --nproc-per-node 4 benchmarks/inference/demo.py       the same, started by torchrun
 
 The driver (global rank 0) cuts a text into sentences, embeds them and the query on all ranks, prints the best matches,
 and compares every embedding with the unsharded model's. The exit code is 1 if they differ.

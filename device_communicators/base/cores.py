@@ -163,8 +163,8 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns how many of a host's ranks share each NUMA node or cache. Returns 0 unless there are several areas, each
-    with the same number of consecutive ranks, at least two.
+    """Returns how many of a host's ranks share each NUMA node or cache. Returns 0 unless there are several areas, all
+    known, each with the same number of consecutive ranks, at least two.
 
     `areas`: one entry for each rank. `by`: "nodes", "caches" (nodes, or caches if there is only one node) or "off",
     which returns 0.

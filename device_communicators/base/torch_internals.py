@@ -409,7 +409,7 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores a value in this thread and in the threads that run its backward; `stashed_for_autograd` returns it."""
+    """Stores a value for `stashed_for_autograd` in this thread and in threads that run this thread's backward."""
     torch._C._stash_obj_in_tls(_KEY, value)
 
 

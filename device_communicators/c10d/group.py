@@ -147,8 +147,8 @@ class Group:
 
     @property
     def collectives(self) -> NativeGroup | None:
-        """Runs the group's collectives. None if gloo runs them, because the compiled library is missing or only one
-        rank of each host is connected.
+        """The object that runs the group's collectives. None if gloo runs them, because the compiled library is
+        missing or only one rank of each host is connected.
         """
         memory = self._memory
         return memory.collectives if memory.in_one_segment or memory.is_meshed else None

@@ -47,7 +47,7 @@ _FORMAT = "parallel_state/1"
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
     """Returns a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15.
 
-    `module`: this folder's compiled module. `create_group`: the function of `creation`.
+    `module`: this folder's compiled module. `create_group`: `creation.create_group`.
     """
     if not hasattr(module, "make_reconfigurable"):
         raise UnsupportedError(f"enable_reconfigure needs torch >= 2.15, but this is torch {torch.__version__}")

@@ -44,7 +44,6 @@ def _open_torch() -> None:
 
 
 def _open_monitored_barrier() -> None:
-    """Makes `dist.monitored_barrier` accept groups of this backend."""
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
 

@@ -103,9 +103,8 @@ class Connections:
 
 
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Connects this rank with `peers`. Every rank of the meeting's group must call this, and each peer must list this
-    rank. `address`: where this rank listens; None for the addresses that gloo uses. If one rank can't listen, all raise
-    CommunicationError.
+    """Connects this rank with `peers`. Every rank must call this, and each peer must list this rank. `address`: where
+    this rank listens; None for the addresses that gloo uses. If one rank can't listen, all raise CommunicationError.
     """
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank

@@ -1,7 +1,7 @@
 """Finds the ranks of a group that can share memory, and allocates this memory.
 
 Each rank creates an empty file in shared memory, a *segment*, with a random name. Ranks that can open the file share
-memory, whatever their host names. All ranks of a host use the segment of the host's lowest rank. Each rank allocates
+memory. All ranks of a host use the segment of the host's lowest rank. Each rank allocates
 its own buffers in this segment, on its own NUMA node. Then all names are removed.
 
 The ranks that use one segment are a *memory domain*. Collectives treat a memory domain as a host.

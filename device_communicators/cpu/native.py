@@ -408,7 +408,7 @@ def _compile(
 ) -> tuple[Path | None, str]:
     """Compiles `recipe`. Writes the reason of a failure to the file of `lock`, which the caller must hold. Instead of
     compiling, returns a reason in that file if it was written after `asked_s` - 60 s. `announced_with`, `unfit`: see
-    `find_or_compile`.
+    `_find_or_compile`.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:

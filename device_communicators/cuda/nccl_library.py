@@ -1,6 +1,4 @@
-"""Calls NCCL through ctypes, which releases the GIL. Tests compare these declarations with nccl.h of the versions
-2.27.7 to 2.32.3.
-"""
+"""Calls NCCL through ctypes, which releases the GIL."""
 
 from __future__ import annotations
 

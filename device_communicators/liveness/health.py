@@ -127,10 +127,10 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Where a rank runs. Ranks exchange this at start-up. Unknown fields are empty. `began`: the process's start time.
+    """Where a rank runs. Unknown fields are empty. `began`: the process's start time.
 
     Processes can connect over loopback if their `network` is equal, and watch each other by PID if their `processes`
-    are.
+    are equal.
     """
 
     host: str
@@ -332,7 +332,6 @@ class Watcher:
                 logger.exception("a periodic check of the control plane's callback thread failed")
 
     def _take_in(self, change: Change) -> None:
-        """Records a change, in the control plane's callback thread."""
         for scope in self._all[1:] if not self._name else ():
             scope._take_in(change)
         rank, place, limit_s = change.rank, self._places.get(change.rank), self.limit_s

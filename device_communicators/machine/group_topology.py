@@ -145,8 +145,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def nccl_variables(rank: int, version: int) -> dict[str, str]:
-    """Returns the variables with which NCCL `version` lets ranks share a GPU. Each kernel gets one thread block (CTA),
-    because all ranks' kernels must fit on the GPU together. `rank`: this rank's number on its host.
+    """Returns environment variables with which this NCCL version lets ranks share a GPU. Each kernel gets one thread
+    block (CTA), because all ranks' kernels must fit on the GPU together. `rank`: this rank's number on its host.
     """
     if version >= nccl_library.MULTI_RANK_GPU:
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}

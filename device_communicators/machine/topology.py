@@ -78,7 +78,6 @@ class Path:
 
     @property
     def nvlink_problem(self) -> str | None:
-        """Returns why NVLink can't be used, or None."""
         if self.nvlinks is None:
             return f"the number of NVLinks is unknown: {self.unknown.get('nvlinks', 'not reported')}"
         if not self.nvlinks:

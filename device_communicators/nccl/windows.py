@@ -1,7 +1,7 @@
 """Allocates the tensors of `group.empty` on a GPU. NCCL's symmetric kernels read and write these tensors in place.
 
-A kernel assumes that all ranks' tensors have the same offset. Therefore the ranks agree on each allocation over gloo
-(about 100 µs), and a tensor's memory is free once all ranks have released the tensor. If a rank can't register memory,
+A kernel assumes that all ranks' tensors have the same offset. Therefore the ranks agree on each allocation over gloo,
+and a tensor's memory is free once all ranks have released the tensor. If a rank can't register memory,
 all ranks use ordinary memory from then on.
 """
 

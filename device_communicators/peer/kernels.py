@@ -108,8 +108,8 @@ _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `nbytes`: size
-    of the message. `size`: number of ranks. `limit`: the minimum `resident_blocks` of all ranks.
+    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `nbytes`: of
+    the message. `size`: number of ranks. `limit`: the minimum `resident_blocks` of all ranks.
     """
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)

@@ -48,7 +48,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """Runs calls over torch's `fake` backend: they complete at once and exchange no data."""
+    """Calls over torch's `fake` backend complete at once and exchange no data."""
 
     name = "fake"
 

@@ -30,7 +30,7 @@ _TURNS: dict[str, threading.Lock] = {}
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Runs calls over gloo. A started collective is complete when the call that starts it returns."""
+    """Runs calls over gloo. A started collective is complete when its start returns."""
 
     name = "process_group"
     tells_sending = True

@@ -1,5 +1,4 @@
-"""Asks other ranks which call they are in and which line their program runs, and answers such questions. Errors and the
-log show the answers.
+"""Asks other ranks which call they are in and which line their program runs, and answers such questions.
 
 A failed rank includes its own state in its question, because it can exit before it is asked. If a process is stopped,
 ranks that can watch its PID answer instead.
