@@ -118,7 +118,7 @@ def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
 
 def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
     """Returns the number of blocks and of threads per block for a fused norm. Returns 0 blocks if one row needs more
-    than `limit` blocks.
+    than `limit` blocks. `limit`: see `grid`.
     """
     members = -(-row_bytes // (8 * PART_PACKETS))
     if members == 0:
