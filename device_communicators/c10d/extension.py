@@ -1,4 +1,4 @@
-"""Compiles and loads this folder's C++ as one Python module, because torch's headers take most of the compile time."""
+"""Compiles and loads this folder's C++ as one Python module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes reductions and fused norms with torch's functions. Tests compare this library's kernels with the results."""
+"""Computes reductions and fused norms with torch's functions."""
 
 from __future__ import annotations
 

@@ -81,9 +81,7 @@ class Request:
             self._library.ps_store_end(handle)
 
     def wait(self) -> tuple[int, bytes]:
-        """Waits for the reply. Returns (0, reply), or an error as (errno, text); see `Request::wait` in
-        csrc/guest.cpp.
-        """
+        """Waits for the reply. Returns (0, reply), or an error as (errno, text)."""
         while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
             pass
         buffer = ctypes.create_string_buffer(1 << 12)

@@ -1,7 +1,6 @@
 """Compiles the C++ sources here and in `control/`, for setup.py too.
 
-Each library links a few sources with the *base*, an object file of all other sources. Kernels choose their instruction
-set at run time.
+Each library links a few sources with the *base*, an object file of all other sources.
 """
 
 from __future__ import annotations
@@ -171,7 +170,6 @@ def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu"
 
 
 def _headers_digest(include: Path, sources: Sequence[Path]) -> str:
-    """Returns a digest of the torch headers that `sources` include."""
     text = "\n".join(source.read_text() for source in sources)
     named = re.findall(r"^#include <(.+)>", text, re.MULTILINE)
     content = hashlib.sha256()

@@ -1,6 +1,6 @@
 """Names of the compiled library's classes, for annotations.
 
-At run time the names are `Any`, because only groups of several ranks need the modules that define the classes.
+At run time the names are `Any`, because groups of one rank don't need the modules of the classes.
 """
 
 from __future__ import annotations

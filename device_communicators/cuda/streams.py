@@ -1,4 +1,4 @@
-"""Wraps streams and events of one CUDA device. Tests without a GPU replace this module by a stand-in."""
+"""Wraps streams and events of one CUDA device."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from device_communicators.machine.topology import Gpu
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows, in CUDA's order, and remarks for the user."""
+    """The GPUs that CUDA shows, in CUDA's order."""
 
     gpus: tuple[Gpu, ...]
     remarks: tuple[str, ...] = ()

@@ -117,7 +117,7 @@ class PeerGroup:
         """Runs each kernel once. Raises NotSharedError for wrong results, after all calls, because each needs all
         ranks.
 
-        The timeout is shorter than the kernels' deadline, at which a kernel destroys the CUDA context.
+        The timeout is shorter than the kernels' deadline.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         # `run_on_all_ranks` may time out after 0.75 of the timeout.

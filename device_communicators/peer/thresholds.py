@@ -49,8 +49,8 @@ class Conditions:
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
     """Largest message in bytes for each algorithm and operation, under these conditions. 0 disables the algorithm or
-    operation. `source`: where the numbers are from. `own_nccl`: True if this library's NCCL communicators were faster
-    than torch's. `proven_calls`: test calls, with random delays, that returned correct results.
+    operation. `own_nccl`: True if this library's NCCL communicators were faster than torch's. `proven_calls`: test
+    calls, with random delays, that returned correct results.
     """
 
     push: Count

@@ -1,7 +1,4 @@
-"""Runs calls over the torch process group of a device other than the CPU, and over torch's `fake` backend.
-
-Ranks compare their calls in debug mode only.
-"""
+"""Runs calls over the torch process group of a device other than the CPU, and over torch's `fake` backend."""
 
 from __future__ import annotations
 

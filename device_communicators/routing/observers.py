@@ -1,4 +1,4 @@
-"""Calls the program's hooks after operations and failures, and measures operations. Exceptions of hooks are logged."""
+"""Calls the program's hooks after operations and failures, and measures operations."""
 
 from __future__ import annotations
 
