@@ -137,7 +137,7 @@ class Window:
         barrier: Callable[[], object],
         failure_of: Callable[[Exception, str, float], Exception],
     ) -> None:
-        """`size`: shape of the tensor on this rank. `exchange` gathers a tensor of each rank. `failure_of` turns an
+        """`size`: the tensor's shape. `exchange` gathers a tensor of each rank. `failure_of` turns an
         error, the method's name and its start time into the group's error.
         """
         self._group, self._barrier, self._failure_of = group, barrier, failure_of

@@ -86,7 +86,6 @@ class Death:
     stopped: bool = False
     """True if the host responds but the rank doesn't run."""
     at_s: float = field(default_factory=time.monotonic, compare=False)
-    """Monotonic time of the report."""
 
 
 def describe_deaths(deaths: Iterable[Death]) -> str:

@@ -21,7 +21,7 @@ from device_communicators.peer.thresholds import ALGORITHMS, Thresholds
 from device_communicators.routing.communicator import COMPOSED, GroupContext, PartialCommunicator, Request
 
 ALIGNMENT = 16
-"""Required alignment of tensors' addresses, in bytes."""
+"""Of tensors' addresses, in bytes."""
 
 _FUSED = tuple(name for name in REDUCING if name.startswith("all_reduce_add_rms_norm"))
 _SUMS = ("all_reduce", "all_reduce_", "reduce_scatter", *_FUSED)

@@ -84,7 +84,6 @@ class Status:
         self.rank = rank
         self._failed_groups: OrderedDict[str, _Failed] = OrderedDict()
         self._changed = threading.Condition(threading.RLock())
-        """Guards `_failed_groups`."""
         self._failed: State | None = None
         self._failed_at_s = 0.0
         self._keep_until_s = 0.0
