@@ -479,7 +479,7 @@ def init_model_parallel_group(
     - `group_name`: begins `unique_name`. `allow_pickle`: as in initialize_model_parallel.
     - `use_device_communicator`: False forbids this library's kernels.
     - `use_custom_allreduce`: False also forbids them. Default: the value of `set_custom_all_reduce`.
-    - `use_message_queue_broadcaster`: ignored, accepted for vLLM's callers.
+    - `use_message_queue_broadcaster`: ignored.
     """
     world = get_world_group()
     pool = world.pool

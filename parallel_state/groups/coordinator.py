@@ -114,8 +114,7 @@ class GroupCoordinator:
     Attributes: `unique_name` (`tp:0`), `ranks` (global, in group order), `rank` (global), `rank_in_group`,
     `world_size`, `local_rank` (on this host), `device`, `is_first_rank`, `is_last_rank`. For the arguments `src` and
     `dst`: `first_rank_in_group`, `last_rank_in_group`, `next_rank_in_group` and `prev_rank_in_group`; next and prev
-    wrap around. `first_global_rank` and so on are the global ranks. fairseq2's names: `size`, `as_process_group()`,
-    `close()`. Programs don't call the constructor.
+    wrap around. `first_global_rank` and so on are the global ranks. Programs don't call the constructor.
 
     Threads: any thread may call a group, but only one collective of a group may run at a time in a process, also if it
     sends objects or dicts. A collective that begins meanwhile, in another thread or in a signal handler, raises
@@ -123,8 +122,8 @@ class GroupCoordinator:
     CPU groups, sends and receives, the `wait()` of handles and calls of a `Window` may run in several threads at once,
     also during a collective. Transfers from one rank to another are matched by the order of their calls, so both ranks'
     threads must keep the same order. `explain`, `traffic`, `memory_stats` and all properties but `cpu_group` and
-    `device_group` may be read at any time. `make_sub_group`, `graph_capture`, `suspend`,
-    `resume` and `destroy` must not run while another thread is in a call of the group.
+    `device_group` may be read at any time. `make_sub_group`, `graph_capture`, `suspend`, `resume` and `destroy` must
+    not run while another thread is in a call of the group.
     """
 
     def __init__(
@@ -374,8 +373,7 @@ class GroupCoordinator:
         """Frees memory of this rank until `resume`. Every rank calls it. Returns the number of freed bytes.
 
         On a CPU it frees slots and message queues in shared memory, and memory of deleted tensors that was kept for
-        reuse. On a GPU it frees NCCL's buffers, which aren't counted. Until `resume`, calls
-        raise UsageError.
+        reuse. On a GPU it frees NCCL's buffers, which aren't counted. Until `resume`, calls raise UsageError.
 
         Raises UsageError on all ranks if a rank has a running call, a started call without a wait, or sent a message
         that wasn't received. Raises UnsupportedError with NCCL before 2.29.7.
@@ -476,8 +474,7 @@ class GroupCoordinator:
         another gradient: see the module `regions`.
 
         `order` of a sum of CPU tensors: "rank" adds in rank order. "tree" sums each half of the ranks in the same way,
-        then adds both sums; the number of ranks must be a power of two. See "Equal bits for every TP size" in
-        docs/collectives.md.
+        then adds both sums; the number of ranks must be a power of two. See docs/collectives.md.
         """
         if async_op:
             checks.refuse_async(self.context, "all_reduce")

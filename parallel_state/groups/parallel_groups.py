@@ -43,7 +43,7 @@ from parallel_state.process_groups.pool import ProcessGroupPool
 
 @dataclass
 class VirtualPipeline:
-    """Several stages on each pipeline rank, assigned in turn: with `size` 2, rank 0 of 2 has stages 0 and 2.
+    """Several stages on each pipeline rank, assigned in turn: with `size` 2, pipeline rank 0 of 2 has stages 0 and 2.
 
     `rank`: the virtual stage that runs now.
     """

@@ -4,7 +4,7 @@
     spec = TensorDictSpec.of(first)              # the sender passes the dict that it sent
     then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
 
-Tensors without elements are not sent.
+Only tensors with elements are sent.
 """
 
 from __future__ import annotations
@@ -320,8 +320,8 @@ def _run(
 ) -> None:
     """Sends `pieces` to rank `peer`, or receives into them, by the torch op `op`.
 
-    Eager calls with plain CPU tensors use the messenger's `method` instead. `began`: the time when C++ code began this
-    call and left it to Python, or 0.
+    Eager calls with plain CPU tensors use the messenger's `method` instead. `began`: when C++ code began this call,
+    or 0.
     """
     if not _is_plain(pieces):
         op(pieces, token, spec.digest, peer, messenger.route.key)

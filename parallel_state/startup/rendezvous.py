@@ -391,10 +391,9 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if `complaint` repeats a rank's complaint.
+        """Returns True if `complaint` is repeated, or isn't about an unreachable rank 0.
 
-        Otherwise deletes it from `launcher`, the launcher's store: perhaps rank 0 was only suspended, or the network
-        interrupted.
+        Otherwise deletes it from `launcher`, the launcher's store.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at

@@ -48,7 +48,10 @@ class Job(NamedTuple):
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Prints the state of the job `target` (see `find`). Returns exit code 0, or 2 if no job is found."""
+    """Prints the state of the job `target` (see `find`). Returns exit code 0, or 2 if no job is found.
+
+    `stacks`: also prints the threads' stacks.
+    """
     try:
         job = find(target)
     except LookupError as error:
@@ -69,7 +72,7 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
 
 
 def find(target: str) -> Job:
-    """Finds a job by its id, or by the PID of a rank or launcher on this host. Raises LookupError if none is found."""
+    """Finds the job `target`: an id, or the PID of a rank or launcher on this host. Raises LookupError if none fits."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:

@@ -18,7 +18,10 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """Rank `rank` waits until rank `last` enters the call, or until its own call completes."""
+    """Rank `rank` waits until rank `last` enters the call, or until its own call completes.
+
+    `number`: the call's number in `group`, which has the ranks `ranks`.
+    """
 
     seconds: float
     rank: int

@@ -63,7 +63,8 @@ def init_distributed_environment(
 ) -> None:
     """Creates the world group over torch's default group, which is created if needed. Every rank must call this.
 
-    `timeout` is in seconds. A second call only checks the world's size.
+    `timeout` is in seconds. A second call only checks the world's size. `recovered_rank` and `max_world_size` are
+    unsupported.
     """
     refuse_elastic(recovered_rank, 0, max_world_size)
     if state.try_get_world_group() is None:
@@ -95,7 +96,7 @@ def init_distributed_environment(
 def init_world_group(
     ranks: list[int], local_rank: int, backend: str, recovered_rank: bool = False, max_world_size: int | None = None
 ) -> GroupCoordinator:
-    """Creates the world group. Every rank must call this."""
+    """Creates the world group. Every rank must call this. `recovered_rank` and `max_world_size` are unsupported."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -117,7 +118,7 @@ def init_model_parallel_group(
     """Creates a group for each list of global ranks, and returns this rank's group.
 
     Every rank of the world must pass the same lists, and be in one list. `use_custom_allreduce=False` forbids this
-    library's kernels; the other `use_…` arguments have no effect.
+    library's kernels; the other `use_…` arguments have no effect. The last three arguments are unsupported.
     """
     custom = state._CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce
     return GroupCoordinator(
@@ -134,7 +135,11 @@ def initialize_model_parallel(
     rank_offset: int = 0,
     max_world_size: int | None = None,
 ) -> None:
-    """Creates the groups from the sizes in `get_parallel()`, and stores the groups there. Every rank must call this."""
+    """Creates the groups from the sizes in `get_parallel()`, and stores the groups there. Every rank must call this.
+
+    `duplicate_tp_group` also creates `pdmux_prefill_tp_group`. `enable_symm_mem` has no effect. The last three
+    arguments are unsupported.
+    """
     refuse_elastic(recovered_rank, rank_offset, max_world_size)
     asked, world = get_parallel(), state.get_world_group()
     if asked.tp_size * asked.pp_size != world.world_size:

@@ -138,7 +138,7 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Creates a group for each list of global ranks. All ranks must pass the same lists. Returns this rank's group."""
+    """Creates a group for each list of global ranks, and returns this rank's group. Arguments: see GroupCoordinator."""
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all

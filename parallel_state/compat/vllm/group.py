@@ -58,7 +58,9 @@ class GroupCoordinator(GroupView):
     ) -> None:
         """Creates a group for each list of global ranks.
 
-        Every rank of the world must pass the same lists, and be in one list.
+        Every rank of the world must pass the same lists, and be in one list. `use_device_communicator=False` forbids
+        this library's kernels. `use_all2all` enables `dispatch` and `combine`. `use_message_queue_broadcaster` has no
+        effect.
         """
         if not dist.is_initialized():
             state.get_world_group()  # raises if there is no world

@@ -138,7 +138,8 @@ def stateless_init_torch_distributed_process_group(
 ) -> Any:
     """Creates a gloo group, whatever `backend` is, that is independent of torch's default group.
 
-    Rank 0 serves the group's store. Every rank must call this.
+    Rank 0 serves the group's store. Every rank must call this. `group_name` registers the group with torch. With
+    `return_store`, returns (group, store).
     """
     limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(

@@ -37,7 +37,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures all candidates of `teams` (see worker.py) for one operation and size. Removes failed teams."""
+    """Measures all candidates of `teams` (see worker.py) for `case`, an operation and size. Removes failed teams."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]

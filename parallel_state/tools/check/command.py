@@ -2,7 +2,6 @@
 
     python -m parallel_state check                                    alone: starts local ranks itself
     srun … python -m parallel_state check --tp 8 --pp 2               under a launcher, in place of the program
-    torchrun … -m parallel_state check --tp 2                         likewise with mpirun
     python -m parallel_state check --rank 0 --size 4 --local-rank 0 --address n1:20000     by hand, once for each rank
 
 Checks launcher, names, interfaces, ports, clocks, versions, limits, cores and GPUs of all ranks. Measures the links

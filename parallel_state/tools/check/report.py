@@ -141,7 +141,10 @@ def _wrapped(label: str, words: str, width: int) -> list[str]:
 
 
 def show(parser: argparse.ArgumentParser, chosen: argparse.Namespace, outcome: Outcome) -> None:
-    """Prints or writes the report. If ranks didn't reach each other, one rank of each host prints."""
+    """Prints or writes the report of `outcome`. If ranks didn't reach each other, one rank of each host prints.
+
+    `chosen`: the command's options.
+    """
     report = outcome.report
     if report is None:
         return

@@ -234,7 +234,7 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Returns the interface that NCCL would choose, or "". Follows `ncclFindInterfaces` (NCCL's src/misc/socket.cc)."""
+    """Returns which of the interfaces `found` NCCL would choose, or "". Follows `ncclFindInterfaces` of NCCL."""
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
     ]
@@ -368,7 +368,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> float:
-    """Returns the shortest time in ms of a fixed loop."""
+    """Returns the shortest of `repeats` times of a fixed loop, in ms."""
     wall_ms = []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1

@@ -8,7 +8,7 @@ Candidates are checked, then timed in turns, on GPUs as replays of a CUDA graph.
 rank. The choice is then tested by all kinds of calls on random sizes, with random delays of ranks.
 
 The choice is written to the user's table, as a row for this hardware and software. PARALLEL_STATE_PEER_MEMORY=auto and
-PARALLEL_STATE_NCCL=auto read that table. Rows of ranks that share a GPU are never used.
+PARALLEL_STATE_NCCL=auto read that table.
 """
 
 from __future__ import annotations
