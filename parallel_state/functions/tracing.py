@@ -28,7 +28,8 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
     Every rank of the world must enter the context, with a shared folder or a folder of its own. Times are those of rank
     0's monotonic clock: at the start, each host measures the offset of its own clock. In the trace, an asynchronous
-    call lasts until its `wait()` returns. In the body each operation also appears in torch.profiler.
+    call lasts until its `wait()` returns. In the body each operation takes some microseconds longer, and also appears
+    in torch.profiler.
     """
     world = try_get_world_group()
     target = Path(folder)
