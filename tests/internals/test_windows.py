@@ -63,6 +63,7 @@ def address_space_left(size_bytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("order", ["ascending", "descending", "mixed"])
 def test_places_are_found_again_and_never_move(order: str) -> None:
+    native.load()  # maps torch
     before = address_space()
     places = [(place * 61 * MIB + place * 4096, 5 * MIB) for place in range(64)]
     if order != "ascending":
