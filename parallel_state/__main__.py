@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """Runs the command and returns its exit code; 128 + the signal's number after SIGINT, SIGTERM or SIGPIPE."""
+    """Runs the command and returns its exit code, or 128 + the signal's number after SIGINT, SIGTERM or SIGPIPE."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # "×" can't be written in the encoding of LC_ALL=C
             stream.reconfigure(errors="replace")

@@ -170,7 +170,7 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
 
 
 class Medium(Protocol):
-    """What `media` implements: a way to carry messages: to one rank, or to all ranks if the call is a broadcast.
+    """A way to carry messages, implemented in `media`: to one rank, or to all ranks if the call is a broadcast.
 
     `past_python`: the compiled library's functions that send without Python, or None.
     """

@@ -123,8 +123,8 @@ class Agreement:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
         After a timeout the ranks can try again together. The name isn't random, because DTensor's caches find a later
-        world's equal group by name. `watched`: ranks whose exit ends the wait.
-        `problem`: why this rank can't create the group; all ranks then raise CommunicationError.
+        world's equal group by name. `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create
+        the group; all ranks then raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"

@@ -33,10 +33,9 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Creates the groups and sends traffic through them. Calls `note` with each stage. `quick`: fewer and
-    smaller calls.
+    """Creates the groups and sends traffic through them. Calls `note` with each stage.
 
-    All ranks must call this with the same time limit `left_s`.
+    All ranks must call this with the same time limit `left_s`. `quick`: fewer and smaller calls.
     """
     found = Traffic()
 
