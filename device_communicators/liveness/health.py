@@ -728,15 +728,24 @@ def _over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[],
     out, x = (
         torch.frombuffer(each, dtype=torch.uint8) for each in (found, bytearray(part.ljust(MOST_VALUE_BYTES, b"\0")))
     )
-    work = all_gather_base(cpu_group, out, x)
+    if not wait_in_slices(all_gather_base(cpu_group, out, x), deadline, ended):
+        raise RuntimeError("a rank ended while records were gathered over gloo")
+    return [bytes(found[start : start + MOST_VALUE_BYTES]) for start in range(0, len(found), MOST_VALUE_BYTES)]
+
+
+def wait_in_slices(work: Any, deadline: float, ended: Callable[[], object]) -> bool:
+    """Waits for `work` over gloo. Returns False within 50 ms after `ended()` becomes true. Raises the work's error, or
+    RuntimeError at the deadline.
+    """
     while True:
         try:
             work.wait(_SLICE)
-            break
+            return True
         except RuntimeError:
             if work.is_completed():  # it failed, or completed just after the slice
                 work.wait(_SLICE)
-                break
-            if time.monotonic() >= deadline or ended():
+                return True
+            if time.monotonic() >= deadline:
                 raise
-    return [bytes(found[start : start + MOST_VALUE_BYTES]) for start in range(0, len(found), MOST_VALUE_BYTES)]
+        if ended():
+            return False

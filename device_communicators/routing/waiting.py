@@ -18,11 +18,11 @@ import torch
 from device_communicators.base.errors import CommunicationError
 from device_communicators.base.helper_threads import run_in_thread
 from device_communicators.calls.work import TransferError, Work
-from device_communicators.liveness.health import NOTICE_S
+from device_communicators.liveness.health import NOTICE_S, wait_in_slices
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died
 
-_SLICE = timedelta(milliseconds=50)
+_SLICE_S = 0.05
 _AT_ONCE = timedelta(milliseconds=1)
 _NO_LIMIT = timedelta(days=3650)
 
@@ -59,20 +59,8 @@ class Watched:
             self._work.wait()
             return
         started = time.monotonic()
-        deadline = started + self._timeout_s
-        while True:
-            try:
-                self._work.wait(_SLICE)  # type: ignore[call-arg]
-                return
-            except RuntimeError:
-                if self._work.is_completed():  # it failed, or completed just after the slice
-                    self._work.wait()
-                    return
-                if time.monotonic() >= deadline:
-                    raise
-            if self._context.deaths():
-                self._last_chance(started)
-                return
+        if not wait_in_slices(self._work, started + self._timeout_s, self._context.deaths):
+            self._last_chance(started)
 
     def _last_chance(self, started: float) -> None:
         """Waits briefly for the work after a rank died, because that rank perhaps sent its data before. If the work
@@ -151,7 +139,7 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
     If a rank dies, raises an error that names the rank.
     """
     started = time.monotonic()
-    while not ended(_SLICE.total_seconds()):
+    while not ended(_SLICE_S):
         if time.monotonic() - started > context.timeout_s + NOTICE_S:  # several works may each take the timeout
             raise RuntimeError(f"{operation} timed out after {context.timeout_s:g} s")
         if context.deaths() and not ended(NOTICE_S):

@@ -146,12 +146,13 @@ def join_world(
     """
     place = _with_free_port(place)
     undo.callback(_unexport, environment.export(environment.with_address_of(init_method, place)))
-    undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend_of(backend)))
+    backend = backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
+    undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend))
     if place.world_size == 1 and not bind_device:
-        alone_over = backend_of(backend)
-        check_backend(alone_over)
-        return JoinedWorld(place, device_of(alone_over, place), True, alone_over=alone_over)
-    device, met = make_default_group(place, init_method, backend, timeout_s, bind_device, high_priority_stream)
+        check_backend(backend)
+        return JoinedWorld(place, device_of(backend, place), True, alone_over=backend)
+    options = GroupOptions(backend, timeout_s, high_priority_stream)
+    device, met = _make_default_group(place, init_method, backend, options, bind_device)
     if met is not None:
         undo.callback(_close, met)  # keeps the stores alive, too: torch's groups don't
     undo.callback(_destroy_default_group, dist.group.WORLD)
@@ -196,22 +197,12 @@ def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
     return torch.device("cuda", index)
 
 
-def backend_of(backend: str | None) -> str:
-    return backend or settings.BACKEND.get() or ("nccl" if torch.cuda.is_available() else "gloo")
-
-
-def make_default_group(
-    place: ProcessEnvironment,
-    init_method: str,
-    backend: str | None,
-    timeout_s: float,
-    bind_device: bool,
-    high_priority_stream: bool,
+def _make_default_group(
+    place: ProcessEnvironment, init_method: str, backend: str, options: GroupOptions, bind_device: bool
 ) -> tuple[torch.device, Met | None]:
-    backend = backend_of(backend)
     if backend == "fake":
         torch_internals.register_fake_backend()
-        store, timeout = dist.HashStore(), timedelta(seconds=timeout_s)
+        store, timeout = dist.HashStore(), timedelta(seconds=options.timeout_s)
         dist.init_process_group("fake", store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
         return torch.device("cpu"), None
     check_backend(backend)
@@ -234,7 +225,7 @@ def make_default_group(
             agreement = Agreement("start", place.rank, met.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
             try:
-                agree_on_settings(agreement, range(place.world_size), backend, timeout_s, left_s)
+                agree_on_settings(agreement, range(place.world_size), backend, options.timeout_s, left_s)
             except CommunicationError as error:
                 if type(error) is not CommunicationError:
                     raise
@@ -245,7 +236,6 @@ def make_default_group(
                     suspect_ranks=error.suspect_ranks,
                     timeout_s=start_timeout_s,
                 ) from error
-        options = GroupOptions(backend, timeout_s, high_priority_stream)
         _init_process_group(met, place, options, device if bind_device else None)
     except BaseException as error:
         named = limits.name_shortage(error, "init_process_group()")

@@ -32,7 +32,7 @@ MAY_HOLD_RAW = {
     "device_communicators/c10d/world.py:World.__init__": "reads an address",
     "device_communicators/c10d/world.py:address_of": "reads an address",
     "parallel_state/groups/creation.py:follow": "reads an address",
-    "parallel_state/groups/world.py:make_default_group": "torch's fake backend; in memory",
+    "parallel_state/groups/world.py:_make_default_group": "torch's fake backend; in memory",
     "parallel_state/groups/world.py:_init_process_group.init": "torch's init; run_watched runs it in a thread",
     "parallel_state/process_groups/pool.py:ProcessGroupPool.alone": "torch's init of one rank; in memory",
     "parallel_state/startup/stores.py:StoreWay": "the type of what makes a store",
