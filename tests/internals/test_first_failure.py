@@ -6,7 +6,7 @@ import pytest
 
 from device_communicators.base.errors import LaunchError
 from parallel_state.launch.config import LaunchConfig
-from parallel_state.launch.failures import raise_failure
+from parallel_state.launch.processes import raise_failure
 from parallel_state.launch.worker import Report
 
 
