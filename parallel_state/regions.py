@@ -103,9 +103,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the differentiable op `name`. If gradients are disabled, calls `kernel`, because compiler passes recognise
-    the torch ops in `kernel`.
-    """
+    """Calls the differentiable op `name`. If gradients are disabled, calls `kernel`, whose ops compiler passes know."""
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

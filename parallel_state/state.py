@@ -603,11 +603,11 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     "tp")`.
 
     Every rank of the world must call this with the same names, of axes or of groups that span axes (`dp`, `fsdp`).
-    Without names, the dims are all axes with more than one rank, plus `dp_shard` if tp or ep has more than one.
+    Without names, the dims are all axes with more than one rank. `dp_shard` is also a dim if tp or ep is.
     `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order the ranks differently.
 
-    Raises LayoutError for names that overlap or order the ranks differently, and GroupNotInitializedError in a
-    simulated world.
+    Raises LayoutError if two names share an axis, or if no order of the ranks fits all names, and
+    GroupNotInitializedError in a simulated world.
     """
     return mesh.device_mesh(get_parallel_groups(), names, experts=experts)
 

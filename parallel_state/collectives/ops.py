@@ -141,7 +141,7 @@ def register(
     """Returns a decorator that registers a kernel as an op with the schema `(arguments) -> returns`.
 
     `fake`: the kernel for fake tensors. `autograd`: the autograd kernel, by default made from `formula`, which computes
-    the input's gradient. `advice`: recommendation of the error for an input whose gradient would be lost.
+    the input's gradient. `advice`: what to use instead, for the error if the op would lose a gradient.
     """
 
     def decorate(kernel: Kernel) -> Kernel:

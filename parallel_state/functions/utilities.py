@@ -31,8 +31,9 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields the world group, or before init a group over torch's default group, and each host's ranks; None without
-    other ranks.
+    """Yields a group of all ranks, and the lists of each host's ranks. Yields None in a world of one rank.
+
+    The group is the world group; before its init, a group over torch's default group.
     """
     from parallel_state.groups.world import hosts_of
 

@@ -55,9 +55,10 @@ def create_group(
 ) -> Group:
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    `make`: the class to instantiate. `name`: begins `unique_name`. `domain`: the ranks whose death fails the group, by
-    default all ranks of the world. `given`: process groups of the program, used instead of new ones. `owns_pool`: the
-    group closes `pool`. For the other arguments, and which ranks must call this, see ProcessGroupPool.acquire.
+    `make`: the class to instantiate. `traits`: settings of the group. `name`: begins `unique_name`. `domain`: the ranks
+    whose death fails the group, by default all ranks of the world. `given`: process groups of the program, used instead
+    of new ones. `owns_pool`: the group closes `pool`. For the other arguments, and which ranks must call this, see
+    ProcessGroupPool.acquire.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -131,7 +132,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts to `timeout_s`. That of gloo, which other groups share, is never below `at_creation_s`."""
+    """Sets the timeouts to `timeout_s`, gloo's to at least `at_creation_s`, because other groups use the same gloo."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))

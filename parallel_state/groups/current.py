@@ -1,8 +1,9 @@
-"""Finds the groups that `ParallelGroups.use()` made current. A context variable stores them. They are also found in:
+"""Finds the groups that `ParallelGroups.use()` made current. A context variable stores them.
+
+Other mechanisms find them in:
 
 - threads that the body starts: `threading.Thread.start` is wrapped while any groups are in use.
-- backward: autograd numbers the nodes that a thread creates, and `_Forwards` records the numbers at which `use()` was
-  entered and left.
+- backward passes: autograd numbers the nodes of a thread. `_Forwards` records at which numbers the groups changed.
 - compiled code: see `_Current`.
 """
 
@@ -45,6 +46,7 @@ class _Forwards:
     """
 
     exist: ClassVar[bool] = False
+    """True once any thread has records."""
 
     def __init__(self, groups: Any) -> None:
         _Forwards.exist = True

@@ -437,7 +437,7 @@ class _Division:
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Splits the world's communicators among the groups of kind `name`. Every rank of the world must call it."""
+        """Creates communicators of groups `name` by splitting the world's. Every rank of the world must call this."""
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

@@ -11,7 +11,7 @@ from parallel_state.layout.axes import DEFAULT_ORDER
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Options of `launch`, each explained in its comment. Invalid values make `launch` raise InvalidArgumentError."""
+    """Options of `launch`. Invalid values make `launch` raise InvalidArgumentError."""
 
     nproc: int | None = None  # ranks on this node; None: one per accelerator, else 1
     world_size: int | None = None  # None: nproc

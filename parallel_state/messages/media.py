@@ -67,9 +67,9 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the index in TRANSFERS of this thread's call, or of recv_tensor_dict if only the call has a spec.
+    """Returns the index in TRANSFERS of the call that receives `reader`'s message.
 
-    In the latter case the message belongs to an earlier receive.
+    It is the thread's current call, or recv_tensor_dict if that call has a spec and first completes an earlier one.
     """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
@@ -171,9 +171,7 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels` carries messages to single ranks. None: transfers over `route` carry them, because only the first
-        ranks of hosts are connected to other hosts.
-        """
+        """`channels`: carries messages to one rank; None: transfers over `route` do."""
         super().__init__(route)
         self.channels = channels
         self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
@@ -275,7 +273,7 @@ class LibraryMedium(RouteMedium):
     def announce(self, call: UserCall) -> None:
         """Counts the broadcast `call` as one of the group's collectives.
 
-        Otherwise its mismatch with a collective could go undetected, because a rank in a collective reads no messages.
+        A rank in a collective reads no messages. It detects the mismatch with a broadcast by this count.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

@@ -95,7 +95,8 @@ class Messenger:
         """Sends `obj` immediately if possible, and returns None. Otherwise returns the encoded message or the handle of
         a started send, for `isend` or `send`.
 
-        Waits only if `waits` is set. `must_be`: the required type of `obj`. `group`: the all-gather group.
+        `waits`: waits until the message is sent. `must_be`: the required type of `obj`. `group`, `all_gather_tensors`:
+        see `GroupCoordinator.send_tensor_dict`.
         """
         if self._unwaited:
             self._forget_sent()

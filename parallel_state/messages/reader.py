@@ -182,11 +182,12 @@ class Medium(Protocol):
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Tries to send the object to rank `dst`, or to all ranks if `call` is a broadcast (None: a send).
+        """Tries to send the object to rank `dst`, or to all ranks if `call` is given, which is then a broadcast.
 
-        Returns True if the send is complete, or the handle of a started send. If nothing was sent, returns the encoded
-        message, or False if the caller must encode the object. `cut`: the part of each tensor to send. `waits`: waits
-        for the send to complete.
+        Returns True if the send is complete, and a handle if it was started. Otherwise nothing was sent: returns the
+        encoded message, or False if the caller must encode the object.
+
+        `cut`: the part of each tensor to send. `waits`: waits for the send to complete.
         """
         return False
 

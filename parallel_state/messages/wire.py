@@ -356,9 +356,9 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy of the dict, and the ids in it of the tensors that `all_gather_tensors` maps to False.
+    """Returns a copy of the dict, and the `id()` of each tensor that `all_gather_tensors` maps to False.
 
-    The copy has these tensors dense, so that the codec keeps their ids.
+    Makes these tensors dense. The codec would replace others by dense tensors with other ids.
     """
     tensors = tensors.copy()
     whole = set()

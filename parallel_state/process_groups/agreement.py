@@ -122,8 +122,8 @@ class Agreement:
     ) -> str:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
-        After a timeout the ranks can try again together. The name isn't random, because DTensor's caches find a later
-        world's equal group by name. `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create
+        After a timeout the ranks can try again together. An equal group of a later world gets the same name, which
+        DTensor's caches need. `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create
         the group; all ranks then raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:

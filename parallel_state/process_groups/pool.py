@@ -188,7 +188,7 @@ class ProcessGroupPool:
         - `near`: groups that the caller already holds. If one of them has the same ranks, options and `root`, returns
           that group.
         - `root`: name of the failure domain: ranks that fail together. Groups of different domains aren't shared.
-        - `unshared`: always creates a new group, for another thread: gloo matches a group's operations by their order.
+        - `unshared`: creates a group that no other caller shares, so that another thread can use it.
         """
         if self._closed:
             raise GroupDestroyedError("the world of this group was destroyed; initialise again to create groups")
@@ -373,8 +373,9 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
-        """Returns True if the program, not this library, made the group. torch's default group counts only if
-        `everyone` is True.
+        """Returns True if the program, not this library, created the group.
+
+        `everyone`: if False, torch's default group doesn't count.
         """
         own = self._borrowed.intersection(acquired.keys)
         return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)

@@ -109,8 +109,8 @@ class Met(NamedTuple):
     def address(self, rank: int, towards_store: str) -> str:
         """Returns the address at which other ranks reach this rank, `rank`.
 
-        This is `towards_store`, the local address on the route to the store. If that is a loopback address but the
-        world has several hosts, returns the rank's address in `places`.
+        `towards_store`: the local address on the route to the store. Returns it, unless it is a loopback address and
+        the world has several hosts: then returns the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -497,8 +497,10 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision. Returns False if this process isn't in the world, or if `launcher` announces a
-        newer world than `name`.
+        """Waits for rank 0's decision. Returns True if this process is in the world.
+
+        `world`: the store of the world `name`. `launcher`: the launcher's store, which names the newest world. Returns
+        False if that is another one.
         """
         refused_at, look_at = None, time.monotonic()
         while True:

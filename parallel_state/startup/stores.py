@@ -48,7 +48,7 @@ class JobStore:
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Stores `store` and closes the previous one, but keeps its object: an abandoned process group can use it."""
+        """Stores `store`. Closes the previous one, but keeps its object alive, because torch can still call it."""
         before, self._store = self._store, store
         if before is not None:
             before.close()

@@ -18,9 +18,10 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """Rank `rank` waits until rank `last` enters the call, or until its own call completes.
+    """Rank `rank` waited in a call for `seconds`, until rank `last` entered the same call.
 
-    `number`: the call's number in `group`, which has the ranks `ranks`.
+    If `rank`'s call ended earlier, the wait ended with it. `number`: the call's number in `group`, which has the ranks
+    `ranks`.
     """
 
     seconds: float

@@ -74,7 +74,7 @@ def hierarchical_ranks(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[
 
 
 def hybrid_ranks(ranks: Sequence[int]) -> list[list[int]]:
-    """Splits `ranks` into lists of 2, of 4, … consecutive ranks, up to half of them."""
+    """Splits `ranks` into lists of 2 consecutive ranks, then of 4, and so on up to half of all ranks."""
     sizes = [2**power for power in range(1, int(log2(len(ranks))))]
     return [list(ranks[at : at + size]) for size in sizes for at in range(0, len(ranks), size)]
 

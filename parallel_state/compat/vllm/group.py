@@ -114,7 +114,7 @@ class GroupCoordinator(GroupView):
     ) -> tuple[MessageQueue, list[QueueHandle]]:
         """Creates a message queue from each rank to the reader. Every rank of the group must call this.
 
-        Returns this rank's queue, and the handles of all queues on the reader, else []. `blocking`: calls
+        Returns this rank's queue and, on the reader, the handles of all queues (on other ranks []). `blocking`: calls
         `wait_until_ready`.
         """
         reader = self.ranks[reader_rank_in_group]

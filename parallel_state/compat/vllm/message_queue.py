@@ -301,7 +301,7 @@ class MessageQueue:
     ) -> tuple[MessageQueue, list[Handle]]:
         """Creates a queue from each rank to the global rank `reader_rank`. Every rank of the group must call this.
 
-        Returns this rank's queue, and the handles of all queues on the reader, else []. `blocking`: calls
+        Returns this rank's queue and, on the reader, the handles of all queues (on other ranks []). `blocking`: calls
         `wait_until_ready`.
         """
         _check_local(in_the_same_node_as(pg, dist.get_group_rank(pg, reader_rank)))

@@ -23,7 +23,7 @@ class StandBackError(Exception):
 
 
 def find_platform() -> str | None:
-    """Returns the name of this library's platform. Raises StandBackError if vLLM wouldn't use its own CPU platform."""
+    """Returns the name of this library's platform. Raises StandBackError if another platform is active in vLLM."""
     if vars(_asking):  # another platform plug-in calls this one from within _check_alone
         return None
     _asking.now = True

@@ -26,7 +26,7 @@ def last_line(text: str) -> str:
 class Timing:
     """The times of one rank: either `elapsed_s`, the duration of all its calls, or one time per call.
 
-    In the second case one rank has the starts of the calls, and the others have the ends, in ns of the host's clock.
+    One time per call: one rank records when its calls start, the others when theirs end, in ns of the host's clock.
     """
 
     elapsed_s: float = 0.0

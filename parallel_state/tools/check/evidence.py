@@ -26,17 +26,18 @@ _MAD_TO_SIGMA = 1.4826
 class Evidence:
     """The facts and measurements of all ranks.
 
-    Keys are the numbers of `arrivals`, from 1, because two processes can claim one rank.
+    The keys of `measured`, `traffic` and `lost` are positions in `arrivals`, from 1: two processes can claim one rank.
     """
 
     arrivals: Sequence[Facts]
+    """What each rank found out about its machine, in the order in which the ranks registered."""
     world_size: int
     sizes: Mapping[str, int] = field(default_factory=dict)
     order: str | None = None
     measured: Mapping[int, Measured] = field(default_factory=dict)
     traffic: Mapping[int, Traffic] = field(default_factory=dict)
     lost: Mapping[int, str] = field(default_factory=dict)
-    """Number of a rank that stopped answering -> stage that it reported last."""
+    """Ranks that stopped answering -> stage that they reported last."""
     met: bool = True
     """False if this rank reached no other rank."""
 

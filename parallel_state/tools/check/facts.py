@@ -66,7 +66,10 @@ class Versions(msgspec.Struct):
 
 
 class Limits(msgspec.Struct):
-    """Limits of shared memory, open files and locked memory. The value -1 means no limit, or unknown."""
+    """Limits of /dev/shm, open files and locked memory. The value -1 means no limit, or unknown.
+
+    `shm_problem`: why /dev/shm can't be used, or "". `shm_device`: its device number, which differs between containers.
+    """
 
     shm_bytes: int = -1
     shm_free_bytes: int = -1

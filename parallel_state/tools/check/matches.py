@@ -61,7 +61,7 @@ def some(test: Callable[[Facts], bool]) -> Predicate:
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that applies `test`, for each of the ranks' `keys`, to all ranks with this key."""
+    """Returns a predicate that groups the ranks by each key that `keys` returns, and applies `test` to each group."""
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]

@@ -54,8 +54,8 @@ class Meeting:
     """Exchanges values between ranks through the store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """`prefix` starts all keys in `store`. `leads`: True if this rank is the leader; None if the first rank to
-        register is.
+        """`prefix` starts all keys in `store`. `leads`: whether this rank is the leader. None: the first rank that
+        registers becomes the leader.
         """
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
         self._kept = store  # PrefixStore doesn't keep a store that is implemented in Python alive

@@ -44,7 +44,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, dict=True):
-    """The output of `check --json`."""
+    """The output of `check --json`. `schema`: its version. `complete`: True if each rank registered."""
 
     schema: str
     world_size: int
@@ -56,7 +56,7 @@ class Report(msgspec.Struct, dict=True):
     findings: list[Finding]
     hosts: dict[str, list[int]]
     ranks: list[Facts]
-    """Numbers in links, `measured` and `traffic` are positions in this list, from 1."""
+    """The keys of `measured` and `traffic` are positions in this list, from 1."""
     measured: dict[int, Measured]
     traffic: dict[int, Traffic]
 

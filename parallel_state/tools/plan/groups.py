@@ -135,7 +135,7 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 def steps_of(layout: Layout, name: str) -> list[Steps]:
     """Returns the axes of group `name` that have more than one rank, fastest-varying first.
 
-    For a part of another group, as `embedding` is of `pp`, returns the other group's axes.
+    If the group is part of a larger one (`embedding` of `pp`), returns the larger group's axes.
     """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)

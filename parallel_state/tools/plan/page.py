@@ -68,11 +68,7 @@ def for_script(text: str) -> str:
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the data from which `page.js` computes the groups. The page first shows the kind `name`.
-
-    For embedding groups, `places` lists the pipeline stages of a group's ranks. For groups that divide larger groups,
-    `parts` has, for each larger group, the indices of the groups in it.
-    """
+    """Returns the data from which `page.js` computes the groups. `name`: the kind of groups to show first."""
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {
         "world": plan.world_size,
