@@ -188,6 +188,8 @@ class BoundedStore:
         out.
         """
         if self.waits_in_server:
+            if self._owns_timeout:
+                self._set_timeout(self._deadline - time.monotonic())  # limits connecting
             try:
                 self.raw.wait(list(keys), timedelta(seconds=timeout_s))
             except dist.DistStoreError:
@@ -224,15 +226,19 @@ class BoundedStore:
         return call.result()
 
     def _ask_here(self, operation: str, args: Sequence[Any], started: float, deadline: float) -> Any:
-        left_s = min(max(deadline - started, _SHORTEST_NAP_S), _LONGEST_TIMEOUT_S)
-        left_s = math.ceil(left_s * 1000) / 1000  # torch drops the fractions of milliseconds
-        self.raw.set_timeout(timedelta(seconds=left_s))
+        left_s = self._set_timeout(deadline - started)
         try:
             return getattr(self.raw, operation)(*args)
         except dist.DistError as error:
             if time.monotonic() < started + left_s:
                 raise
             raise self._silent(operation, started) from error
+
+    def _set_timeout(self, left_s: float) -> float:
+        left_s = min(max(left_s, _SHORTEST_NAP_S), _LONGEST_TIMEOUT_S)
+        left_s = math.ceil(left_s * 1000) / 1000  # torch drops the fractions of milliseconds
+        self.raw.set_timeout(timedelta(seconds=left_s))
+        return left_s
 
     def _silent(self, operation: str, since: float) -> StoreSilentError:
         return StoreSilentError(f"{self} has not answered ({operation}) for {time.monotonic() - since:.1f} s")

@@ -63,9 +63,10 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 
 
 class Request:
-    def __init__(self, library: Any, client: int, content: bytes, limit_s: float) -> None:
+    def __init__(self, library: Any, client: int, content: bytes, limit_s: float, connect_s: float = CONNECT_S) -> None:
+        """`connect_s`: time to connect, if longer than `limit_s`."""
         self._library = library
-        self._handle = library.ps_store_ask(client, content, len(content), limit_s, CONNECT_S)
+        self._handle = library.ps_store_ask(client, content, len(content), limit_s, connect_s)
         if self._handle < 0:
             raise OSError(-self._handle, os.strerror(-self._handle))
 

@@ -137,8 +137,10 @@ class ControlStore(dist.Store):
         content = packed(call, parts)
         own: timedelta = self.timeout  # type: ignore[attr-defined]  # set by torch, also through a PrefixStore
         limit_s = own.total_seconds() if timeout_s is None else timeout_s
+        # A short wait for keys may take longer to connect.
+        connect_s = min(CONNECT_S, own.total_seconds()) if call == _WAIT else 0.0
         try:
-            request = Request(self.library, self.client(limit_s), content, limit_s)
+            request = Request(self.library, self.client(limit_s), content, limit_s, connect_s)
             try:
                 code, text = request.wait()
             except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from device_communicators.base.bounded_store import LAST_WORD_S
 from device_communicators.base.errors import (
     AlreadyInitializedError,
+    CollectiveTimeoutError,
     CommunicationError,
     ConfigMismatchError,
     GroupFailedError,
@@ -32,7 +35,17 @@ from device_communicators.c10d import creation
 from parallel_state import error_of
 from tests.contract.attempts import ELAPSED_WITHIN_S, check_elapsed
 from tests.doc_blocks import ROOT, blocks_of
-from tests.failure.changing import IS_THERE, Member, add_up, kill_and_replace, latest_by_round, median, rounds_in
+from tests.failure.changing import (
+    IS_THERE,
+    Member,
+    add_up,
+    hear,
+    kill_and_replace,
+    latest_by_round,
+    median,
+    rounds_in,
+    tell,
+)
 from tests.failure.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason="needs torch >= 2.15")
@@ -146,6 +159,43 @@ def _without_one(folder: str) -> str:
 def test_a_missing_rank_is_named_with_its_process(ranks: Ranks, tmp_path: Path) -> None:
     *texts, pid = ranks.run(_without_one, str(tmp_path))
     assert all(f"rank 3 is PID {pid} on host" in text and "reconfigure()" in text for text in texts), texts
+
+
+def _store_stopped(folder: str, pids: Sequence[int]) -> str:
+    """A member calls reconfigure before the server of the store is stopped, another one after it."""
+    member = Member(Path(folder))
+    handles = member.handles(ALL)
+    server = min(ALL, key=handles.__getitem__)
+    early, late, _ = (name for name in ALL if name != server)
+    text = ""
+    if member.name == early:
+        threading.Timer(0.5, tell, [member.folder, "entered", ""]).start()
+    if member.name == late:
+        hear(member.folder, "entered")
+        os.kill(pids[server], signal.SIGSTOP)
+    if member.name in (early, late):
+        timeout_s = 2.5 if member.name == early else 0.5
+        began = time.monotonic()
+        error = _error(lambda: member.become(1, ALL, timeout_s))
+        took_s = time.monotonic() - began
+        assert took_s < timeout_s + LAST_WORD_S + 0.3, f"{took_s} s, with a timeout of {timeout_s} s"
+        assert isinstance(error, CollectiveTimeoutError) and error.suspect_ranks == (server,), error
+        text = str(error)
+    if member.name == early:
+        hear(member.folder, f"raised-{late}")
+        os.kill(pids[server], signal.SIGCONT)
+    tell(member.folder, f"raised-{member.name}", "")
+    member.meet("failed", ALL)
+    member.become(2, ALL)
+    add_up()
+    dist.destroy_process_group()
+    return text
+
+
+def test_a_store_stopped_in_the_meeting_is_named_by_the_deadline(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(os.getpid)
+    texts = [text for text in ranks.run(_store_stopped, str(tmp_path), ranks.pids) if text]
+    assert len(texts) == 2 and all("has not answered" in text and "PID" in text for text in texts), texts
 
 
 def _abort(folder: str) -> tuple[float, str, str]:

@@ -364,7 +364,7 @@ def test_a_server_that_is_silent() -> None:
         began = time.monotonic()
         with pytest.raises(dist.DistNetworkError, match=r"did not answer within 0\.1 s"):
             store.set("a", "b")
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 1.0
 
 
 def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: World) -> None:

@@ -8,6 +8,7 @@
 
 #include <pybind11/chrono.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -126,7 +127,9 @@ class Store : public c10d::Store {
                       control::kMostStoreBytes, " bytes in total, but has ", parts.size(), " with ", content.size(),
                       " bytes; send large data through a group");
     const double timeout_s = static_cast<double>(timeout.count()) / 1000;
-    const std::int64_t request = library_.ask(client_, content.data(), content.size(), timeout_s, kConnectSeconds);
+    const std::chrono::duration<double> own_timeout = timeout_;
+    const double connect_s = call == StoreCall::kWait ? std::min(kConnectSeconds, own_timeout.count()) : 0.0;
+    const std::int64_t request = library_.ask(client_, content.data(), content.size(), timeout_s, connect_s);
     if (request < 0) C10_THROW_ERROR(DistNetworkError, name_ + ": " + std::strerror(static_cast<int>(-request)));
     struct End {
       const Client& library;
