@@ -249,8 +249,16 @@ FAULTS = [
         "farewell_that_arrives_meanwhile\n  line", id="a leaver keeps to itself who left meanwhile",
     ),
     pytest.param(
-        "core.cpp", "if (leads && !leading_) silences_ =", "if (false) silences_ =", _simulated("new_lead", 16, 2, 300),
-        "know", id="the heartbeat limit restarts with a new lead",
+        "core.cpp", "    silences_[domain] = std::max(silences_[domain], silence);\n", "",
+        _simulated("new_lead", 16, 2, 300), "know", id="the heartbeat limit restarts with a new lead",
+    ),
+    pytest.param(
+        "core.cpp", "? now_ - unheard() : now_", "? now_ : now_", _simulated("new_lead", 16, 2, 300), "know",
+        id="the heartbeat limit restarts with a new lead until a silence is published",
+    ),
+    pytest.param(
+        "core.cpp", "if (silence.second == known.second", "if (!silence.second || known.second", [("cases", ())],
+        "a_silence_that_ended_does_not_shorten_the_next_leads_limit\n  line", id="a published silence never ends",
     ),
 ]  # fmt: skip
 

@@ -108,6 +108,20 @@ struct World {
     step(event);
   }
 
+  void read_board(int from, const Bytes& bytes) {
+    Event event = event_of(Event::kBoard, -1, proc_of(from));
+    event.bytes = bytes;
+    step(event);
+  }
+
+  void board(int from, const std::vector<int>& left, const std::map<int, std::pair<Nanos, bool>>& silences = {}) {
+    Writer writer;
+    writer.number(static_cast<std::uint32_t>(left.size()));
+    for (const int rank : left) writer.number(proc_of(rank)).number(std::uint8_t{kLeft}).number(proc_of(rank)).text("");
+    put(&writer, silences);
+    read_board(from, writer.take());
+  }
+
   void state(int connection, int from, Proc proc, std::uint8_t flags) {
     Writer writer;
     writer.number(1U).number(proc).number(flags).number(proc_of(from)).text("");
@@ -229,9 +243,7 @@ void a_state_is_not_starved_by_other_frames() {
   World world({2, 1});
   world.accept(3, 2);
   world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
-  Event board = event_of(Event::kBoard);
-  board.bytes = Writer().number(1U).number(proc_of(1)).number(std::uint8_t{kLeft}).number(proc_of(1)).text("").take();
-  world.step(board);
+  world.board(1, {1});
   bool told = false;
   for (int i = 0; i < 30 && !told; ++i) {
     world.bytes(3, world.frame(FrameKind::kQuestion, 2, Writer().number(std::uint64_t{1}).text("q").take()));
@@ -270,9 +282,7 @@ void a_lead_waits_for_its_domain() {
   leave.deadline = world.now + kSecond;
   world.step(leave);
   CHECK(!world.core.is_over() && world.sent(3, FrameKind::kState) == nullptr);
-  Event board = event_of(Event::kBoard);
-  board.bytes = Writer().number(1U).number(proc_of(1)).number(std::uint8_t{kLeft}).number(proc_of(1)).text("").take();
-  world.step(board);
+  world.board(1, {1});
   CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
 }
 
@@ -304,14 +314,7 @@ void a_leaver_that_its_leads_farewell_reports_dials_nobody() {
     Event leave = event_of(Event::kLeave);
     leave.deadline = world.now + kSecond;
     world.core.step(world.now, leave, &world.actions);
-    Event board = event_of(Event::kBoard, -1, proc_of(0));
-    Writer writer;
-    writer.number(is_reported ? 2U : 1U);
-    for (int rank = 0; rank < (is_reported ? 2 : 1); ++rank) {
-      writer.number(proc_of(rank)).number(std::uint8_t{kLeft}).number(proc_of(rank)).text("");
-    }
-    board.bytes = writer.take();
-    world.core.step(world.now, board, &world.actions);
+    world.board(0, is_reported ? std::vector<int>{0, 1} : std::vector<int>{0});
     for (int i = 0; i < 2; ++i) world.core.step(world.now, event_of(Event::kBeats), &world.actions);
     CHECK((world.find(Action::kDial) == nullptr) == is_reported);
     CHECK(world.core.is_over() == is_reported);
@@ -633,9 +636,7 @@ void a_death_before_the_farewell_of_the_lead() {
   // Rank 1, the next lead, dials without the pause after a farewell.
   World world({3, 1}, 1);
   world.step(event_of(Event::kEnded, -1, proc_of(2)));
-  Event board = event_of(Event::kBoard);
-  board.bytes = Writer().number(1U).number(proc_of(0)).number(std::uint8_t{kLeft}).number(proc_of(0)).text("").take();
-  world.step(board);
+  world.board(0, {0});
   world.pass(300 * kMillisecond);
   CHECK(world.find(Action::kDial) != nullptr);
 }
@@ -643,12 +644,7 @@ void a_death_before_the_farewell_of_the_lead() {
 void a_new_lead_goes_on_with_the_silence_that_the_old_one_published() {
   for (const bool is_published : {true, false}) {
     World world({2, 1}, 1);
-    Event board = event_of(Event::kBoard, -1, proc_of(0));
-    Writer writer;
-    writer.number(0U).number(is_published ? 1U : 0U);
-    if (is_published) writer.number(std::uint32_t{1}).number(world.now).number(world.now);
-    board.bytes = writer.take();
-    world.step(board);
+    if (is_published) world.board(0, {}, {{1, {world.now, true}}});
     world.pass(15 * kSecond, {proc_of(0)});
     world.step(event_of(Event::kEnded, -1, proc_of(0)));
     world.pass(4 * kSecond);
@@ -660,15 +656,91 @@ void a_new_lead_goes_on_with_the_silence_that_the_old_one_published() {
 
 void a_lead_publishes_that_a_domain_is_silent() {
   World world({2, 1});
+  const auto published = [&](const char* instead) {
+    const Action* board = world.find(Action::kBoard);
+    return board == nullptr ? instead : board->bytes.back() != 0 ? "silent" : "answers";
+  };
   world.accept(3, 2);
   world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
   world.pass(kSecond, {proc_of(1)});
   CHECK(world.find(Action::kBoard) == nullptr);
   world.pass(kSecond, {proc_of(1)});
-  CHECK(world.find(Action::kBoard) != nullptr && world.find(Action::kBoard)->bytes.size() == 4 + 4 + 4 + 8 + 8);
+  CHECK(published("nothing") == Bytes("silent"));
   world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
   world.pass(kSecond / 2, {proc_of(1)});
-  CHECK(world.find(Action::kBoard) != nullptr && world.find(Action::kBoard)->bytes.size() == 4 + 4);
+  CHECK(published("nothing") == Bytes("answers"));
+}
+
+// The processes of a domain, which read each other's boards. Those that don't run read them once they run again.
+struct Host {
+  explicit Host(int ranks) : boards(ranks), runs(ranks, true) {
+    for (int rank = 0; rank < ranks; ++rank) worlds.emplace_back(std::vector<int>{ranks, 1}, rank);
+  }
+  void pass(Nanos time) {
+    for (const Nanos end = worlds.front().now + time; worlds.front().now < end;) {
+      std::vector<Proc> beats;
+      for (std::size_t rank = 0; rank < runs.size(); ++rank) {
+        if (runs[rank]) beats.push_back(proc_of(static_cast<int>(rank)));
+      }
+      for (std::size_t rank = 0; rank < runs.size(); ++rank) {
+        if (!runs[rank]) worlds[rank].now += 50 * kMillisecond;
+        else worlds[rank].pass(50 * kMillisecond, beats);
+        for (const Action& action : std::exchange(worlds[rank].actions, {})) {
+          if (action.kind == Action::kBoard) boards[rank] = action.bytes;
+        }
+      }
+      for (std::size_t rank = 0; rank < runs.size(); ++rank) {
+        for (std::size_t each = 0; each < runs.size() && runs[rank]; ++each) {
+          if (each != rank && !boards[each].empty()) worlds[rank].read_board(static_cast<int>(each), boards[each]);
+        }
+      }
+    }
+  }
+  void kill(int rank) {
+    runs[rank] = false;
+    for (World& world : worlds) world.step(event_of(Event::kEnded, -1, proc_of(rank)));
+  }
+  void answer(int rank) {
+    const int peer = static_cast<int>(runs.size());
+    worlds[rank].accept(++connection, peer);
+    worlds[rank].bytes(connection, worlds[rank].frame(FrameKind::kBeat, peer, Writer().number(kEmptyDigest).take()));
+  }
+  std::vector<World> worlds;
+  std::vector<Bytes> boards;
+  std::vector<bool> runs;
+  int connection = 2;
+};
+
+void leads_that_die_in_turn_go_on_with_one_silence() {
+  Host host(4);
+  host.answer(0);
+  for (int rank = 0; rank < 3; ++rank) {
+    host.pass(1200 * kMillisecond);
+    host.kill(rank);
+  }
+  host.pass(14'500 * kMillisecond);
+  CHECK(!host.worlds[3].knows(4, kUnreachable));
+  host.pass(2500 * kMillisecond);  // the limit + 1 s
+  CHECK(host.worlds[3].knows(4, kUnreachable));
+}
+
+// Rank 1 acts for rank 0 and publishes a silence. Then the peer answers both.
+void a_silence_that_ended_does_not_shorten_the_next_leads_limit() {
+  Host host(3);
+  host.answer(0);
+  host.pass(kSecond);
+  host.runs[0] = false;
+  host.pass(15 * kSecond);
+  host.runs[0] = true;
+  host.answer(0);
+  host.pass(300 * kMillisecond);
+  for (int i = 0; i < 2; ++i) host.answer(1);  // it yields before its next tick
+  host.pass(kSecond);
+  for (const int rank : {0, 1}) host.kill(rank);
+  host.pass(10 * kSecond);
+  CHECK(!host.worlds[2].knows(3, kUnreachable));
+  host.pass(10 * kSecond);
+  CHECK(host.worlds[2].knows(3, kUnreachable));
 }
 
 void a_stranger_that_holds_the_token_is_closed() {
@@ -976,6 +1048,8 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_death_before_the_farewell_of_the_lead),
     CASE(a_new_lead_goes_on_with_the_silence_that_the_old_one_published),
     CASE(a_lead_publishes_that_a_domain_is_silent),
+    CASE(leads_that_die_in_turn_go_on_with_one_silence),
+    CASE(a_silence_that_ended_does_not_shorten_the_next_leads_limit),
     CASE(a_stranger_that_holds_the_token_is_closed),
     CASE(a_leaver_whose_farewell_comes_over_another),
     CASE(dials_that_are_refused_once_the_connection_broke_are_exits),

@@ -226,16 +226,15 @@ std::vector<int> Core::lost_by(const Action& end) const {
 void Core::on_board(const Event& event) {
   Reader reader(event.bytes, kMostTextBytes);
   Ends ends;
-  std::vector<Silence> silences;
+  std::map<int, Silence> silences;
   if (!decode(&reader, &ends)) return;
-  const bool leads = !reader.finished();
-  if (leads) get(&reader, &silences);
+  get(&reader, &silences);
   if (!reader.finished()) return;
-  for (Silence& each : silences) {
-    each.sign = std::min(own_time(each.sign), now_);
-    each.heard = std::min(own_time(each.heard), now_);
+  for (auto& [domain, silence] : silences) {
+    if (static_cast<std::size_t>(domain) >= watches_.size()) continue;
+    silence.first = std::min(own_time(silence.first), now_);
+    silences_[domain] = std::max(silences_[domain], silence);
   }
-  if (leads && !leading_) silences_ = std::move(silences);
   // One farewell of a domain's first process can report both processes.
   const auto has_left = [&](Proc proc) {
     const auto at = std::lower_bound(ends.begin(), ends.end(), proc, is_before);
@@ -247,16 +246,17 @@ void Core::on_board(const Event& event) {
 }
 
 void Core::note_silences() {
-  std::vector<Silence> silences;
-  for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
-    const auto& [sign, heard] = std::tie(watches_[domain].sign, watches_[domain].heard);
+  for (int domain = 0; domain < static_cast<int>(watches_.size()); ++domain) {
     const auto& indices = roster_->domains[domain];
-    if (now_ - heard <= config_.beat * 3 / 2 || &indices == &own_domain() || all_gone(indices)) continue;
-    silences.push_back({static_cast<int>(domain), sign, heard});
+    if (&indices == &own_domain() || all_gone(indices)) continue;
+    const auto found = silences_.find(domain);
+    const Silence known = found == silences_.end() ? Silence() : found->second;
+    const Nanos heard = std::max(watches_[domain].heard, known.first);
+    const Silence silence = {heard, now_ - heard > unheard()};
+    if (silence.second == known.second || silence < known) continue;
+    silences_[domain] = silence;
+    unpublished_ = true;
   }
-  if (encode(silences) == encode(silences_)) return;
-  silences_ = std::move(silences);
-  unpublished_ = true;
 }
 
 void Core::publish() {
@@ -264,12 +264,9 @@ void Core::publish() {
   if (is_alone()) return;
   if (leading_) note_silences();
   if (!std::exchange(unpublished_, false)) return;
-  Writer writer;
-  put(&writer, ends_);
-  std::vector<Silence> silences = silences_;
-  for (Silence& each : silences) each.sign -= skew_, each.heard -= skew_;
-  if (leading_) put(&writer, silences);
-  act(Action::kBoard).bytes = writer.take();
+  auto silences = silences_;
+  for (auto& [domain, silence] : silences) silence.first -= skew_;
+  act(Action::kBoard).bytes = encode(std::tie(ends_, silences));
 }
 
 void Core::flood() {
@@ -625,10 +622,7 @@ void Core::excuse(Nanos late) {
     shift(&watch.heard, config_.limit);
     if (watch.hunt >= 0) watch.hunt = now_;
   }
-  for (Silence& each : silences_) {
-    shift(&each.sign, config_.limit);
-    shift(&each.heard, config_.limit);
-  }
+  for (auto& [domain, silence] : silences_) shift(&silence.first, config_.limit);
   const Nanos soon = now_ + config_.settle;
   for (auto& [key, round] : rounds_) {
     if (round.deadline < soon) round.deadline = soon;
@@ -683,15 +677,13 @@ void Core::start_leading() {
                     : after_farewell ? now_ + config_.patience
                     : dials          ? now_
                                      : now_ + config_.patience;
-    watch.sign = watch.heard = now_;
-  }
-  // A living domain gets `patience` to answer.
-  const Nanos earliest = now_ - std::max<Nanos>(config_.limit - config_.patience, 0);
-  for (const Silence& each : silences_) {
-    if (each.domain < 0 || each.domain >= static_cast<int>(watches_.size())) continue;
-    watches_[each.domain].sign = std::max(each.sign, earliest);
-    watches_[each.domain].heard = std::max(each.heard, earliest);
-    start_hunt(each.domain);
+    // The last lead published each longer silence.
+    watch.sign = watch.heard = acts || after_death || after_farewell ? now_ - unheard() : now_;
+    const auto silence = silences_.find(static_cast<int>(domain));
+    if (silence == silences_.end() || !silence->second.second) continue;
+    // A living domain gets `patience` to answer.
+    watch.sign = watch.heard = std::max(silence->second.first, now_ - config_.limit + config_.patience);
+    start_hunt(static_cast<int>(domain));
   }
 }
 
@@ -739,8 +731,7 @@ void Core::tend_domains(bool ticked) {
   const bool leads = is_lead();
   if (leads && !leading_) start_leading();
   if (leads) led_ = now_;
-  const bool led = std::exchange(leading_, leads || may_not_yield());
-  if (led && !leading_) silences_.clear();  // all domains answered
+  leading_ = leads || may_not_yield();
   if (!leading_) return;
   for (const int index : own_domain()) {
     if (ticked && index != me_ && !is_gone(proc_at(index)) && is_stale(index)) {

@@ -281,12 +281,9 @@ class Core {
     PARALLEL_STATE_FIELDS(sign, heard, dial_at, hunt, link, linked)
   };
 
-  // A lead publishes since when other domains are silent, so that the next lead doesn't measure from zero.
-  struct Silence {
-    int domain = 0;
-    Nanos sign = 0, heard = 0;
-    PARALLEL_STATE_FIELDS(domain, sign, heard)
-  };
+  // Published by leads when a domain becomes silent or answers again, so that the next lead doesn't measure from zero.
+  // The greatest one counts.
+  using Silence = std::pair<Nanos, bool>;  // when the last bytes arrived; whether none arrived for `unheard`
 
   // A member's index is its ballot.
   struct Round {
@@ -380,6 +377,7 @@ class Core {
   bool is_alone() const { return seen_.size() < 2; }
   Proc proc_at(int index) const { return roster_->members[index].proc; }
   bool all_gone(const std::vector<int>& indices) const;
+  Nanos unheard() const { return config_.beat * 3 / 2; }
   bool is_alert() const { return now_ < alert_ + kAlert; }
   bool is_stale(int index) const;
   bool is_lead() const;
@@ -452,7 +450,7 @@ class Core {
   bool leading_ = false;
   Nanos led_ = 0;
   std::vector<Watch> watches_;
-  std::vector<Silence> silences_;  // last published by the lead
+  std::map<int, Silence> silences_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
   std::vector<Nanos> seen_;  // last move of each board beat, by place in the domain
