@@ -122,6 +122,7 @@ def test_no_store_of_torch_is_used_but_through_the_bounded_one() -> None:
     assert not used, "an operation without a deadline: call it on a BoundedStore"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.promises import rows_of, rows_of_the_table
 from tests.sources import tree_of
 
@@ -91,6 +93,7 @@ def test_each_row_compares_the_elapsed_time_or_says_why_not() -> None:
     assert set(table) - found == set(NO_ELAPSED)
 
 
+@pytest.mark.slow
 def test_a_test_without_the_comparison_is_found() -> None:
     assert compares("tests/failure/test_killed.py", "test_row_01_rank_3_is_killed")
     assert not compares("tests/failure/test_launcher.py", "test_row_27_a_worker_ignores_sigterm")

@@ -8,6 +8,8 @@ import pytest
 from tests import lanes
 from tests.lanes import LANES, ROOT, Lane
 
+pytestmark = pytest.mark.slow
+
 PASSES = "def test_one():\n    pass\n\n\ndef test_two():\n    pass\n"
 FAILS = "import pytest\n\n\ndef test_no():\n    assert 1 == 2\n\n\n@pytest.mark.skip\ndef test_left():\n    pass\n"
 BUSY = """
@@ -20,20 +22,6 @@ def test_late(ranks):
     seen.touch()
     assert ranks == "4 ranks" or was_there
 """
-
-
-@pytest.mark.parametrize(
-    ("line", "counts"),
-    [
-        ("= 3 failed, 12 passed, 2 skipped in 1.50s =", {"failed": 3, "passed": 12, "skipped": 2}),
-        ("1 passed, 3 deselected in 61.20s (0:01:01)", {"passed": 1, "deselected": 3}),
-        ("== 2 errors in 0.5s ==", {"error": 2}),
-        ("no tests ran in 0.01s", {}),
-        ("Killed", {}),
-    ],
-)
-def test_the_last_line_is_counted(line: str, counts: dict[str, int]) -> None:
-    assert lanes.counts_of(f"tests 9 passed\n{line}\n") == Counter(counts)
 
 
 def test_each_file_of_the_suite_is_in_one_lane() -> None:
@@ -53,7 +41,6 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 def test_a_lane_that_fails_is_printed_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in {"passes": PASSES, "fails": FAILS, "empty": ""}.items():
@@ -71,7 +58,6 @@ def test_a_lane_that_fails_is_printed_and_counted(tmp_path: Path, capsys: pytest
     assert lanes.names_paths(["-x", "test_passes.py::test_one"]) and not lanes.names_paths(["-k", "test_one", ""])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 def test_what_passes_when_run_again_is_named_and_few_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -95,7 +81,6 @@ def test_what_passes_when_run_again_is_named_and_few_may(
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 passed, 1 failed, 0 skipped in ")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 def test_a_lane_of_another_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_passes.py").write_text(PASSES)
@@ -133,7 +118,6 @@ def test_alone():
 """
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(("at_once", "text"), [(2, TOGETHER), (1, ALONE)])
 def test_only_so_many_lanes_run_at_once(
@@ -144,19 +128,6 @@ def test_only_so_many_lanes_run_at_once(
     monkeypatch.setattr(lanes, "MOST_AGAIN", 0)
     monkeypatch.setattr(lanes, "AT_ONCE", at_once)
     assert lanes.main([], [Lane(name, (f"test_{name}.py",)) for name in "ab"]) == 0
-
-
-def test_interpreters_keep_their_bytecode() -> None:
-    """Without bytecode, each interpreter would compile all its imports."""
-    kept = lanes.environment({"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"})
-    assert kept == {**lanes.VARIABLES, "OMP_NUM_THREADS": "2"}
-    assert lanes.environment({}) == lanes.VARIABLES
-
-
-def test_the_words_of_the_command_line_choose_lanes() -> None:
-    assert lanes.chosen(["lint", "check", "-x"]) == (["-m", "not slow", "-x"], [lanes.LINT, *lanes.CHECK])
-    assert lanes.chosen(["lint", "-x"]) == (["-x"], [lanes.LINT, *LANES])
-    assert lanes.chosen([]) == ([], [*LANES])
 
 
 def test_a_room_has_the_unit_tests_that_import_it_most() -> None:

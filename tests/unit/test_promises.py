@@ -6,6 +6,8 @@ import pytest
 
 from tests import promises
 
+pytestmark = pytest.mark.slow
+
 KILLED = "tests/failure/test_killed.py::test_row_03_in_every_operation[send_object-gloo]"
 OF_A_ROW = "tests/failure/test_mismatches.py::test_rows_06_to_10_calls_that_differ[row 8: reductions-shared memory]"
 OVER_TORCH = "tests/failure/test_c10d.py::test_row_46_as_row_03_in_every_operation[gather]"
