@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 import parallel_state as ps
-from device_communicators.base.helper_threads import HelperThread
 from device_communicators.cpu import native
 from parallel_state import ProcessEnvironment
 from parallel_state.groups import world as startup
@@ -364,19 +364,19 @@ def test_a_handler_that_destroys_the_world_in_its_start(pools: Pools) -> None:
 
 def _without_a_watch() -> tuple[Outcome, int]:
     native.load()  # opens a pipe for signals
-    start, before = HelperThread.start, len(os.listdir("/proc/self/fd"))
+    start, before = threading.Thread.start, len(os.listdir("/proc/self/fd"))
 
-    def fail(thread: HelperThread) -> None:
+    def fail(thread: threading.Thread) -> None:
         if "control" in thread.name:
             raise RuntimeError("can't start new thread")
         start(thread)
 
     if os.environ["RANK"] == "1":
-        HelperThread.start = fail  # type: ignore[method-assign]
+        threading.Thread.start = fail  # type: ignore[method-assign]
     try:
         told = attempt(ps.init_distributed_environment)
     finally:
-        HelperThread.start = start  # type: ignore[method-assign]
+        threading.Thread.start = start  # type: ignore[method-assign]
     gc.collect()
     return told, len(os.listdir("/proc/self/fd")) - before
 

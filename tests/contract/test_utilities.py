@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import parallel_state as ps
 from device_communicators.cpu import segment
 from parallel_state.functions import utilities
-from parallel_state.groups import same_node
 from tests.contract.test_objects import DEADLINE_S, Pools, check_usable
 
 LOOK_S = 0.15  # time to detect a rank that is where it must not be
@@ -411,10 +410,11 @@ def look_over_two_hosts(elsewhere: str) -> None:
         with segments_made():
             assert ps.in_the_same_node_as(world, 0) == [True, False, True, False]
             assert ps.in_the_same_node_as(world, 3) == [False, True, False, True]
-            assert same_node.nodes_of(world) == [[0, 2], [1, 3]]
         if world.rank == 3:
             patch.setattr(segment, "DIRECTORY", os.path.join(elsewhere, "missing"))
-        assert same_node.nodes_of(world) == [[0, 2], [1], [3]]
+        assert ps.in_the_same_node_as(world, 0) == [True, False, True, False]
+        assert ps.in_the_same_node_as(world, 1) == [False, True, False, False]
+        assert ps.in_the_same_node_as(world, 3) == [False, False, False, True]
     check_usable(world)
 
 
@@ -438,7 +438,7 @@ def source_has_no_memory() -> None:
             patch.setattr(os, "open", refuse)
         assert ps.in_the_same_node_as(world, source) == [rank == source for rank in range(4)]
         assert len(made) == (world.rank == source)
-        assert same_node.nodes_of(world) == [[0, 1, 2, 3]], "rank 0, which has memory, must find all ranks"
+        assert ps.in_the_same_node_as(world, 0) == [True] * 4, "rank 0, which has memory, must find all ranks"
     check_usable(world)
 
 

@@ -12,21 +12,17 @@ from types import ModuleType
 import pytest
 
 from device_communicators.base.errors import InvalidArgumentError, LayoutError
+from parallel_state import AXES, PRESETS, Axis, Grid, Layout, resolve_layout
 from parallel_state.layout import axes as axes_module
-from parallel_state.layout import resolution
 from parallel_state.layout.axes import (
-    AXES,
     BY_NAME,
     BY_PARAMETER,
     DEFAULT_ORDER,
-    PRESETS,
     by_axis,
     embedding_ranks,
     named_sizes,
     position_embedding_ranks,
 )
-from parallel_state.layout.ranks import Grid, Layout
-from parallel_state.layout.resolution import resolve_layout
 
 EXPERT_ROWS = {"ep", "etp", "efsdp", "edp", "tp_ep", "tp_ep_pp", "intra_edp"}
 NODE_ROWS = {"dp_intra_node", "dp_inter_node"}
@@ -52,7 +48,7 @@ def test_no_two_rows_share_a_name() -> None:
 
 
 @pytest.mark.parametrize("row", AXES, ids=lambda row: row.name)
-def test_a_row_refers_to_rows_and_describes_itself(row: axes_module.Axis) -> None:
+def test_a_row_refers_to_rows_and_describes_itself(row: Axis) -> None:
     assert {*row.spans, *filter(None, (row.within, row.ends_of))} <= BY_NAME.keys()
     assert sum(map(bool, (row.spans, row.within, row.ends_of))) <= 1
     assert row.about.endswith(".")
@@ -82,7 +78,8 @@ def table_with(row: str) -> ModuleType:
     exec(compile(source.replace("\nAXES = (\n", f"\nAXES = (\n{row},\n"), "axes_with_a_row", "exec"), vars(changed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "parallel_state.layout.axes", changed)
-        exec(compile(Path(str(resolution.__file__)).read_text(encoding="utf-8"), "resolution", "exec"), vars(changed))
+        resolution = Path(str(axes_module.__file__)).with_name("resolution.py").read_text(encoding="utf-8")
+        exec(compile(resolution, "resolution", "exec"), vars(changed))
     return changed
 
 

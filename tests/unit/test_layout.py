@@ -13,9 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from device_communicators.base.errors import LayoutError, UsageError
-from parallel_state.layout.axes import PRESETS
-from parallel_state.layout.ranks import Grid, Layout
-from parallel_state.layout.resolution import resolve_layout
+from parallel_state import PRESETS, Grid, Layout, resolve_layout
 
 STEPS, STEPS_PER_RANK = 5_000, 50
 """Twice the measured steps, and a thirtieth of listing the groups of 16,384 ranks."""
