@@ -95,7 +95,7 @@ class GpuMachine:
 
 class EmulatedMachine:
     def __init__(self) -> None:
-        from tests.internals.cuda_on_cpu import CpuKernels
+        from tests.helpers.cuda_on_cpu import CpuKernels
 
         self.device = torch.device("cpu")
         self.kernels: Launcher = CpuKernels()

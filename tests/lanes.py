@@ -72,17 +72,19 @@ COMPILERS = _files(
     "tests/contract", "test_c10d_programs", "test_device_mesh", "test_examples",
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
-) + _files("tests/internals", "test_collectives_ranks")  # fmt: skip
+) + _files("tests/internals", "test_collectives_ranks", "test_messages_past_python")  # fmt: skip
 """Tests whose ranks need torch's compiler or FSDP. They share a lane, in which one fork server imports these."""
 PROGRAMS = _files(
     "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
 RANKS = _files(
-    "tests/internals", "test_areas", "test_control_plane", "test_direct_calls",
-    "test_group_topology_ranks", "test_kernels", "test_message_queue", "test_nccl_windows_ranks", "test_peer_calls",
+    "tests/internals", "test_areas", "test_control_plane", "test_direct_calls", "test_group_topology_ranks",
+    "test_hostile_messages", "test_kernels", "test_message_queue", "test_nccl_calls", "test_nccl_windows_ranks",
+    "test_peer_calls",
     "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_thread_names",
     "test_trace", "test_tune", "test_world_store",
 )  # fmt: skip
+FAULTS = "tests/internals/failure"
 FUZZING = _files("tests/internals", "test_fuzzed")
 """Tests that measure the memory of their own process. They run in a lane whose other tests work in other processes."""
 DISAGREEMENTS = _files(
@@ -90,12 +92,12 @@ DISAGREEMENTS = _files(
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
 )  # fmt: skip
 LANES = (
-    Lane("failures", ("tests/failure", *FUZZING), but=DISAGREEMENTS),
+    Lane("failures", ("tests/failure", FAULTS, *FUZZING), but=DISAGREEMENTS),
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane(
         "programs",
         ("tests/unit", "tests/internals", "tests/gpu", *PROGRAMS),
-        but=(*NATIVE, *FUZZING, *RANKS, *COMPILERS),
+        but=(*NATIVE, FAULTS, *FUZZING, *RANKS, *COMPILERS),
         niceness=3,
     ),
     Lane("compiles", ("tests/compile", *COMPILERS), niceness=2),
@@ -117,12 +119,14 @@ UNITS = ("tests/unit", "tests/internals")
 WITHOUT_TORCH = ("layout",)
 """Sub-packages whose unit tests run without torch, whose import takes seconds."""
 WITH_RANKS = (
+    FAULTS,
     *FUZZING,
     *RANKS,
     *_files(
         "tests/internals", "test_agreement", "test_bench_command", "test_benchmarks", "test_collectives_ranks",
-        "test_commands", "test_domains", "test_host_names", "test_meeting", "test_nccl_deadlines", "test_progress",
-        "test_reports", "test_roll", "test_signals", "test_store_answers", "test_streams", "test_waiting",
+        "test_commands", "test_domains", "test_host_names", "test_meeting", "test_messages_past_python",
+        "test_nccl_deadlines", "test_progress", "test_reports", "test_roll", "test_signals", "test_store_answers",
+        "test_streams", "test_waiting",
     ),
 )  # fmt: skip
 CHECK = (

@@ -41,7 +41,8 @@ _SLOW_IMPORTS = {
     ),
     ("tests.compile.compiler_preload",): (
         COMPILING, "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models",
-        "test_graph_breaks", "test_ops_registration", "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
+        "test_graph_breaks", "test_messages_past_python", "test_ops_registration", "test_seed_rows",
+        "test_symmetric_tensors", "test_tensor_dicts",
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip
@@ -60,7 +61,7 @@ def fork_context() -> Any:
     context = multiprocessing.get_context("forkserver")
     slow = [modules for modules, tests in _SLOW_IMPORTS.items() if not modules_of_tests.isdisjoint(tests)]
     also = (*sum(slow, ()), *sorted(modules_of_new_ranks)) if torch.version.cuda is None else ()
-    context.set_forkserver_preload([*PRELOADED, *also, "tests.internals.preload"])
+    context.set_forkserver_preload([*PRELOADED, *also, "tests.preload"])
     return context
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import parallel_state as ps
-import tests.internals.preload  # noqa: F401  # what the first use of the package imports, once for all forks
+import tests.preload  # noqa: F401  # what the first use of the package imports, once for all forks
 from tests.failure.leftovers import nothing_left_after
 
 RANKS = 2

@@ -19,8 +19,8 @@ import torch
 
 from tests.clusters.install import missing
 from tests.extent import LONG
+from tests.helpers.check_jobs import Ended, Shim, run_check
 from tests.hosts import INTERFACE, Host, Hosts, problem
-from tests.internals.check_jobs import Ended, Shim, run_check
 
 _PORTS = itertools.count(22_000)
 CLEAN_RUNS = 100 if LONG else 2

@@ -18,6 +18,7 @@ from torch.nn import functional
 import parallel_state as ps
 from tests.contract.attempts import environment, world
 from tests.extent import LONG
+from tests.helpers.doors import token_of
 from tests.workers import WorkerPool
 
 BACKENDS = ("aot_eager", "inductor")
@@ -461,5 +462,5 @@ def test_what_the_ops_claim_to_write_keeps_no_graph_out_of_a_cuda_graph() -> Non
     assert len(staying) == 3, "weight, bias and the token, which isn't copied for a CUDA graph"
     marked = torch.zeros(1)
     torch._dynamo.mark_static_address(marked)
-    token = ps.simulated_group([0, 1], 0)._token
+    token = token_of(ps.simulated_group([0, 1], 0))
     assert vars(marked)["_dynamo_static_input_type"] == vars(token)["_dynamo_static_input_type"]

@@ -19,6 +19,7 @@ import parallel_state as ps
 from device_communicators import Handle
 from device_communicators.base.host_calls import host_call
 from tests.contract.attempts import environment, world
+from tests.helpers.doors import op_arguments
 from tests.workers import WorkerPool
 
 THIN = ("broadcast_tensor_dict", "all_reduce", "irecv_tensor_dict", "isend", "send_tensor_dict", "broadcast_object")
@@ -424,11 +425,11 @@ def test_functions_compile_whole_or_break_cleanly(pools: Callable[[int], WorkerP
 def _given_up_body() -> None:
     """Python kernels run in a frame that dynamo gave up, with its hook still set."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
-        group = ps.get_tp_group()
+        token, key = op_arguments(ps.get_tp_group())
 
         @torch.compiler.disable(recursive=False)
         def given_up(x: Tensor) -> Tensor:
-            return torch.ops.parallel_state.all_reduce(x, group._token, "sum", group._key)
+            return torch.ops.parallel_state.all_reduce(x, token, "sum", key)
 
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

@@ -19,7 +19,7 @@ from tests.contract.cases import (
     multiplied,
     sliced,
 )
-from tests.internals.doors import op_arguments
+from tests.helpers.doors import op_arguments
 
 SLICES = ((1,), (7,), (5, 3), (3, 1), (1, 4), (2, 3, 5), (0,), (3, 0), (0, 4), (2, 0, 3))
 COPIED_BY_TORCH = tuple(dtype for dtype in MOVABLE if dtype != torch.float4_e2m1fn_x2)

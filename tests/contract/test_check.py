@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from device_communicators.cpu import native
+from tests.helpers.check_jobs import run_check
 from tests.hosts import Hosts, problem
-from tests.internals.check_jobs import run_check
 from tests.programs import FORK_SERVERS, Program
 
 _SOUND = """

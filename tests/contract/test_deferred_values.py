@@ -16,8 +16,8 @@ from parallel_state import TensorDictSpec
 from tests.contract import deferred
 from tests.contract.carriers import Carrier, Member
 from tests.contract.test_objects import own_group
+from tests.helpers.doors import CALLS, OP_NAMES, call_op, written_by
 from tests.hosts import HostRanks, Hosts
-from tests.internals.doors import CALLS, OP_NAMES, call_op, written_by
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

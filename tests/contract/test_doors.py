@@ -17,8 +17,8 @@ from device_communicators.cpu import native
 from parallel_state.compat import sglang, vllm
 from tests.contract.attempts import environment, world
 from tests.contract.test_compat_sglang import PLAIN
+from tests.helpers.doors import call_op
 from tests.hosts import HostRanks
-from tests.internals.doors import call_op
 from tests.workers import WorkerPool
 
 SIZE = 3

@@ -14,7 +14,7 @@ import torch
 from harness.teams import python_path
 
 from tests.extent import LONG
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
 from tests.programs import FORK_SERVERS, Program, script
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import parallel_state as ps
-from parallel_state import GroupOptions
 from tests.contract.attempts import Outcome, attempt, world
-from tests.internals.doors import group_of
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -43,13 +41,14 @@ def _limit(which: int, soft: int) -> Iterator[None]:
         resource.setrlimit(which, before)
 
 
-def _another(made: list[Any]) -> ps.GroupCoordinator:
-    made.append(group_of(ps.get_world_group().ranks, GroupOptions("gloo", 100.0 + len(made))))
-    return made[-1]  # type: ignore[no-any-return]
+def _another(made: list[ps.ParallelGroups]) -> ps.GroupCoordinator:
+    """With another timeout, and so with its own process groups."""
+    made.append(ps.create_parallel_groups(ps.get_world_group(), {"tp": 2}, backend="gloo", timeout=100.0 + len(made)))
+    return made[-1].tp
 
 
 def _many(count: int, descriptors: int, address_bytes: int) -> dict[str, Any]:
-    made: list[ps.GroupCoordinator] = []
+    made: list[ps.ParallelGroups] = []
     with (
         _limit(resource.RLIMIT_NOFILE, descriptors),
         _limit(resource.RLIMIT_AS, _address_space() + address_bytes),
@@ -64,11 +63,11 @@ def _many(count: int, descriptors: int, address_bytes: int) -> dict[str, Any]:
             "beyond the soft limit": total > descriptors,
             "MiB": (_address_space() - space) / (count - 1) / MIB,
             "descriptors": own_later - own,
-            "shared memory": all("shared segment" in group.explain() for group in made),
-            "sums": {int(group.all_reduce(torch.ones(60_000))[-1]) for group in made},
+            "shared memory": all("shared segment" in each.tp.explain() for each in made),
+            "sums": {int(each.tp.all_reduce(torch.ones(60_000))[-1]) for each in made},
         }
-        for group in reversed(made):
-            group.destroy()
+        for each in reversed(made):
+            each.close()
         facts["left descriptors"] = _descriptors()[1] - own
     return facts
 
@@ -123,15 +122,15 @@ def test_memory_for_tensors_grows_with_its_use(pools: Pools) -> None:
 
 
 def _without_descriptors() -> tuple[Outcome, int]:
-    made: list[ps.GroupCoordinator] = []
+    made: list[ps.ParallelGroups] = []
     with world():
         _another(made)
         enough = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         with _limit(resource.RLIMIT_NOFILE, _descriptors()[0] + 20 if ps.get_world_group().rank == 1 else enough):
             refused = attempt(_another, made)
         total = int(_another(made).all_reduce(torch.ones(1))[0])
-        for group in reversed(made):
-            group.destroy()
+        for each in reversed(made):
+            each.close()
     return refused, total
 
 

@@ -24,8 +24,7 @@ from device_communicators.cpu import native
 from tests.contract.attempts import Outcome, attempt, world
 from tests.contract.test_objects import own_group
 from tests.extent import LONG
-from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
-from tests.internals.host_faults import (
+from tests.helpers.host_faults import (
     as_without_descriptors,
     connections_of,
     is_meshed,
@@ -33,6 +32,7 @@ from tests.internals.host_faults import (
     sent_bytes,
     when_moved,
 )
+from tests.hosts import Host, HostRanks, Hosts, HostsFailedError, problem
 from tests.programs import FORK_SERVERS, Program
 
 try:

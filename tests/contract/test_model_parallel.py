@@ -16,6 +16,7 @@ from parallel_state import simulate
 from parallel_state.groups import world as startup
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.extent import LONG
+from tests.helpers.doors import token_of
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -230,7 +231,7 @@ def _after_destroy() -> dict[str, Any]:
     ps.init_distributed_environment()
     ps.initialize_model_parallel(2, 2)
     tp, world, dp = ps.get_tp_group(), ps.get_world_group(), ps.get_dp_group()
-    token, x = tp._token, torch.ones(2)
+    token, x = token_of(tp), torch.ones(2)
 
     def op(group: str) -> torch.Tensor:
         return torch.ops.parallel_state.all_reduce(x, token, "sum", group)

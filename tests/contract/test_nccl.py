@@ -26,10 +26,10 @@ from tests.contract import (
     test_send_recv,
 )
 from tests.contract.carriers import Carrier, Member, Size, _call, only, twin_of
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
 from tests.workers import WorkerPool
 
-ROW = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
+ROW = Row("nccl", "tests.helpers.nccl_stand_in", "StandInNccl")
 
 for _module in (
     test_all_gather, test_all_reduce, test_all_to_all, test_async_collectives, test_broadcast, test_gather,

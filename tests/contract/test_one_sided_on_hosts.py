@@ -27,8 +27,8 @@ from tests.contract.test_one_sided import (
 from tests.extent import LONG
 from tests.failure.changing import Member
 from tests.failure.over_torch import torch_world
+from tests.helpers.host_faults import as_too_many_to_mesh, transfer_socket
 from tests.hosts import HostRanks
-from tests.internals.host_faults import as_too_many_to_mesh, transfer_socket
 
 OnHosts = Callable[[Sequence[int]], HostRanks]
 PLACEMENTS = [(0, 1), (0, 0, 1, 1), (0, 1, 0), (0, 1, 2)]

@@ -7,7 +7,7 @@ from torch import Tensor
 from device_communicators.base.errors import InvalidArgumentError
 from tests.contract.carriers import Carrier, Member
 from tests.contract.cases import Form, reduced, small_numbers
-from tests.internals.doors import call_op
+from tests.helpers.doors import call_op
 
 SHAPES = ((4, 3), (32, 64))
 CASES = [(shape, dim, layout) for shape in SHAPES for dim in (0, 1) for layout in ("contiguous", "strided")]

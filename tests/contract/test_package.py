@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from device_communicators.cpu import native, native_build
-from tests.internals import compiled
+from tests.helpers import compiled
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from tests.contract import random_objects
 from tests.contract.random_objects import check_arrived, tensor, tensors, value
 from tests.contract.test_objects import own_group
 from tests.extent import LONG
+from tests.helpers.doors import CALLS_OF_MESSAGES
 from tests.hosts import HostRanks
-from tests.internals.doors import CALLS_OF_MESSAGES
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

@@ -20,7 +20,6 @@ import parallel_state as ps
 from parallel_state.groups import world as startup
 from tests.contract.attempts import attempt, environment, no_launcher, world
 from tests.contract.test_objects import DEADLINE_S, Pools
-from tests.internals.faults import met_alone
 from tests.references import VLLM
 
 
@@ -379,39 +378,6 @@ def test_ranks_that_see_one_gpu_each_and_have_the_same(pools: Pools, allowed: li
 def test_ranks_that_see_one_gpu_each_of_their_own(pools: Pools) -> None:
     results = pools(2).run(_one_gpu_each, ["GPU-1", "GPU-2"], [None, None], timeout_s=DEADLINE_S)
     assert results == [("ok", "None", [])] * 2
-
-
-@pytest.mark.parametrize("high", [False, True])
-def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyPatch, high: bool) -> None:
-    """This build has no NCCL, so it checks the request to torch."""
-    asked: list[Any] = []
-
-    class Options(SimpleNamespace):
-        config = SimpleNamespace()
-
-    class Asked(Exception):
-        pass
-
-    def init(*_: Any, **arguments: Any) -> None:
-        asked.append(arguments["pg_options"])
-        raise Asked
-
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(dist, "init_process_group", init)
-    monkeypatch.setattr(startup, "check_backend", lambda _: None)
-    monkeypatch.setattr(startup, "device_of", lambda *_: torch.device("cuda", 0))
-    monkeypatch.setattr(startup, "meet", lambda *_, **__: met_alone())
-    monkeypatch.setattr(startup.reachability, "prove", lambda *_: None)
-    monkeypatch.setattr(startup, "prepare", lambda *_: None)
-    with no_launcher(), pytest.raises(Asked):
-        ps.init_distributed_environment(
-            2, 0, "tcp://127.0.0.1:1", 0, backend="nccl", timeout=7, high_priority_stream=high
-        )
-    (options,) = asked
-    assert (options is not None) == high
-    if high:
-        assert options.is_high_priority_stream
-        assert options._timeout == timedelta(seconds=7)
 
 
 def _custom_all_reduce() -> list[bool]:

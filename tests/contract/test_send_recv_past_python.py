@@ -15,8 +15,8 @@ import torch
 
 import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment, world
-from tests.internals.doors import op_arguments
-from tests.internals.queues import RING_BYTES, calls_in_words, carried_calls, count_waiting
+from tests.helpers.doors import op_arguments
+from tests.helpers.queues import RING_BYTES, carried_calls, count_waiting, live_states
 from tests.workers import WorkerPool
 
 Group = ps.GroupCoordinator
@@ -332,7 +332,7 @@ def _records(served: bool) -> tuple[list[Any], dict[str, Any], str]:
             thread.start()
             until = time.monotonic() + 5.0
             while not waits and time.monotonic() < until:
-                waits = calls_in_words(group)
+                waits = live_states()[str(group.rank)]["call"]
         group.barrier()
         if group.rank_in_group == 0:
             group.send(torch.ones(5, dtype=torch.int32), 1)

@@ -22,8 +22,8 @@ from device_communicators.base.errors import SettingError
 from device_communicators.cpu import native
 from tests.contract.attempts import attempt, environment, world
 from tests.extent import LONG
-from tests.internals.doors import call_op, op_arguments
-from tests.internals.slot_pages import touched_slots
+from tests.helpers.doors import call_op, op_arguments
+from tests.helpers.slot_pages import touched_slots
 from tests.workers import WorkerPool, WorkersFailedError
 
 Pools = Callable[[int], WorkerPool]

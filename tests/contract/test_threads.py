@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -15,8 +16,8 @@ import parallel_state as ps
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.test_other_calls import METHODS
 from tests.failure.worlds import ROUTES, settings_of
-from tests.internals.doors import call_op
-from tests.internals.queues import encode_slowly, is_busy, is_past_python, stop_writing
+from tests.helpers.doors import call_op
+from tests.helpers.queues import encode_slowly, is_busy, is_past_python
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -394,6 +395,7 @@ LARGE_SPEC = ps.TensorDictSpec.of({"x": LARGE})
 def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
     (group,) = _groups("shared memory", 1)
     told: list[str] = []
+    pids = group.all_gather_object(os.getpid())
 
     def receive() -> None:
         if of_op:
@@ -409,13 +411,13 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
         if group.rank_in_group:
             group.send_tensor_dict({"x": LARGE}, 0, spec=LARGE_SPEC)
             group.barrier()  # an empty ring has room for the beginning of the next message
-            stop_writing(group, 2.0)
             attempt(group.send_tensor_dict, {"x": LARGE}, 0, spec=LARGE_SPEC)
             time.sleep(1.0)
             return told, ""
         receive()
         group.barrier()
-        time.sleep(0.5)  # the ring is full by then, and its writer waits
+        time.sleep(0.5)  # the ring is full by then
+        os.kill(pids[1], signal.SIGSTOP)
         before = signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.4)
         try:
@@ -423,6 +425,7 @@ def _interrupted_in_a_message(of_op: bool) -> tuple[list[str], str]:
                 receive()
         finally:
             signal.signal(signal.SIGALRM, before)
+            os.kill(pids[1], signal.SIGCONT)
         after = [attempt(group.recv_tensor_dict, 1, spec=LARGE_SPEC) for _ in range(2)]
         return told + [each.kind for each in after], after[0].text
     finally:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.failure.leftovers import nothing_left_after
 from tests.failure.ranks import Ranks
-from tests.internals.control_store import read_secret
+from tests.helpers.control_store import read_secret
 
 LEFT_S = 2.0
 AT_ONCE = 3
@@ -70,4 +70,4 @@ def secret(tmp_path: Path) -> Iterator[bytes]:
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(secrets.token_bytes(32))
-    yield read_secret(str(path))
+    yield read_secret(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,6 @@ from tests.contract.attempts import Outcome, attempt
 from tests.failure.over_torch import torch_world
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, kill_me
-from tests.internals.faults import WORLD_GROUP, count_planes
 
 pytestmark = pytest.mark.side_by_side
 SOON_S = 2.0
@@ -28,6 +28,10 @@ class Found(NamedTuple):
     last_sum: float
 
 
+def _threads() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in Path("/proc/self/task").glob("*/comm")]
+
+
 def _start_twice() -> Found:
     with torch_world() as own, pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
@@ -35,12 +39,12 @@ def _start_twice() -> Found:
             def fail(*args: Any, **kwargs: Any) -> None:
                 raise ZeroDivisionError("the reason")
 
-            patch.setattr(*WORLD_GROUP, fail)
+            patch.setattr(ps.state, "init_world_group", fail)
         told = attempt(ps.init_distributed_environment, timeout=LONG_S)
         patch.undo()
         own_sum = own.all_reduce(torch.ones(1)).item()
         again = attempt(ps.init_distributed_environment, timeout=LONG_S)
-        planes = count_planes()
+        planes = _threads().count("ps-control\n")
         ps.destroy_distributed_environment()
         return Found(told, own_sum, again, planes, own.all_reduce(torch.ones(1)).item())
 

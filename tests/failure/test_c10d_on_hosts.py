@@ -18,8 +18,8 @@ from tests.failure.over_torch import OVER_TORCH, torch_world
 from tests.failure.test_killed import killed_in
 from tests.failure.trials import late, median_of
 from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S
+from tests.helpers.host_faults import as_without_descriptors
 from tests.hosts import HostRanks, Hosts, problem
-from tests.internals.host_faults import as_without_descriptors
 
 STARTED_S = 10.0
 reason = problem()

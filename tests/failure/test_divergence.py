@@ -4,7 +4,6 @@ call and line."""
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from tests.contract.attempts import Outcome, attempt, environment
 from tests.extent import LONG
 from tests.failure.ranks import Ranks
 from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of
-from tests.internals.queues import state_in_words
+from tests.helpers.queues import live_states
 
 T_S = 2.0
 AWAY_S = T_S + 2.0
@@ -242,18 +241,17 @@ def test_live_asks_a_job_that_hangs_and_goes_on(
             time.sleep(0.05)
         pid = (tmp_path / "1").read_text()
         found: dict[str, Any] = {}
-        while "no call" not in str(found.get("3")) and time.monotonic() < until:
-            assert main(["debug", "--live", pid, "--json"]) == 0
-            ranks_now = json.loads(capsys.readouterr().out)["ranks"]
-            found = {rank: state_in_words(state) for rank, state in ranks_now.items()}
+        while found.get("3", {}).get("idle_s", -1) < 0 and time.monotonic() < until:
+            found = live_states(int(pid))
         assert main(["debug", "--live", pid, "--stacks"]) == 0
         text = capsys.readouterr().out
     finally:
         (tmp_path / "goes on").touch()
         told = ranks.finish(DEADLINE_S)
     assert told == dict.fromkeys(range(4), "ok")
-    assert "in no call of a group, at test_divergence.py" in found["3"] and "_read_until" in found["3"]
-    assert all("in all_reduce" in found[rank] and "_one_reads" in found[rank] for rank in "012")
+    assert not found["3"]["key"] and found["3"]["place"].startswith("test_divergence.py")
+    assert "_read_until" in found["3"]["place"]
+    assert all("all_reduce" in found[rank]["call"] and "_one_reads" in found[rank]["place"] for rank in "012")
     assert "4 ranks, 4 of them answered on this host" in text
     assert "ranks [0, 1, 2] wait in all_reduce" in text and "for ranks [3]" in text
     assert f"rank 1 (pid {pid})" in text and "thread MainThread" in text

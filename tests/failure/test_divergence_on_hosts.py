@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ from parallel_state.__main__ import main
 from tests.contract.attempts import world
 from tests.failure.test_divergence import REPORTS, check, play
 from tests.failure.worlds import DEADLINE_S
+from tests.helpers.queues import live_states
 from tests.hosts import CLOCK_STEP_S, Host, HostRanks, Hosts, problem
-from tests.internals.queues import state_in_words
 
 LATE_S = 0.3
 
@@ -39,17 +37,14 @@ def test_every_error_says_who_is_where(ranks: HostRanks, tmp_path: Path) -> None
     check(ranks.run(play, "shared memory", str(tmp_path), names, timeout_s=DEADLINE_S + 20.0 * len(names)), names)
 
 
-def _asked_live() -> dict[str, str]:
+def _asked_live() -> dict[str, dict[str, Any]]:
     with world(4):
-        group, states = ps.get_tp_group(), dict[str, str]()
+        group, states = ps.get_tp_group(), dict[str, dict[str, Any]]()
         group.barrier()
         until = time.monotonic() + DEADLINE_S / 2
         while group.rank == 0 and time.monotonic() < until:
-            with contextlib.redirect_stdout(io.StringIO()) as text:
-                assert main(["debug", "--live", str(os.getpid()), "--json"]) == 0
-            ranks = json.loads(text.getvalue())["ranks"]
-            states = {rank: state_in_words(state) for rank, state in ranks.items()}
-            if all("in all_reduce" in state for rank, state in states.items() if rank != "0"):
+            states = live_states()
+            if all(state["key"] and "all_reduce" in state["call"] for rank, state in states.items() if rank != "0"):
                 break
         group.all_reduce(torch.ones(8))
         return states
@@ -57,10 +52,10 @@ def _asked_live() -> dict[str, str]:
 
 def test_live_asks_ranks_of_other_hosts(ranks: HostRanks) -> None:
     found, *_ = ranks.run(_asked_live, timeout_s=DEADLINE_S)
-    assert "_asked_live" in found.pop("0")
+    assert "_asked_live" in found.pop("0")["place"]
     assert found.keys() == {"1", "2", "3"}
     for state in found.values():
-        assert "in all_reduce" in state and "_asked_live" in state
+        assert state["key"] and "all_reduce" in state["call"] and "_asked_live" in state["place"]
 
 
 def _traced(folder: str) -> None:

@@ -34,7 +34,7 @@ from tests.failure.jobs import (
 )
 from tests.failure.launchers import program
 from tests.failure.ranks import Ranks
-from tests.internals.control_store import (
+from tests.helpers.control_store import (
     ANSWER_BYTES,
     GREETING_BYTES,
     HANDSHAKE_S,
@@ -44,7 +44,7 @@ from tests.internals.control_store import (
     opening,
     read_secret,
 )
-from tests.internals.control_store import store_of as open_tcp_store
+from tests.helpers.control_store import store_of as open_tcp_store
 
 OVER_GLOO = {"PARALLEL_STATE_SHARED_MEMORY": "off"}
 
@@ -64,7 +64,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.getbasetemp() / "secret of a job"
     path.touch(0o600)
     path.write_bytes(secrets.token_bytes(32))
-    return read_secret(str(path))
+    return read_secret(path)
 
 
 @pytest.fixture(scope="module")

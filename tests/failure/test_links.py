@@ -18,8 +18,8 @@ from device_communicators.base import errors
 from tests.contract.attempts import Outcome, attempt
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, some
+from tests.helpers.host_faults import when_connecting
 from tests.hosts import INTERFACE, Host, HostRanks, Hosts, HostsFailedError, problem
-from tests.internals.host_faults import when_connecting
 
 pytestmark = pytest.mark.side_by_side
 BEAT_S, LIMIT_S = 0.2, 2.0

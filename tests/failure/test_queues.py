@@ -12,7 +12,7 @@ from tests.contract.attempts import Outcome, attempt
 from tests.failure.ranks import KILLED, Ranks
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, kill_me, later, some, world_over
-from tests.internals.queues import RING_BYTES, SLOT_BYTES, carried_calls
+from tests.helpers.queues import RING_BYTES, SLOT_BYTES, carried_calls
 
 pytestmark = pytest.mark.side_by_side
 T_S = 1.0

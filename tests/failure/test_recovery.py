@@ -195,7 +195,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 import torch
 import parallel_state as ps
-import tests.internals.preload
+import tests.preload
 
 pids = []
 for rank in range(4):  # forks: torch is imported once

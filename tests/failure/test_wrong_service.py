@@ -17,7 +17,7 @@ import torch
 import parallel_state as ps
 from tests.contract.attempts import attempt
 from tests.failure.worlds import SLACK_S
-from tests.internals.test_store_answers import greets, hangs_up, is_silent, reads_lines, refuses, service
+from tests.helpers.services import greets, hangs_up, is_silent, reads_lines, refuses, service
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0

@@ -17,7 +17,7 @@ from tests import workers
 from tests.extent import LONG
 from tests.gpu import report
 from tests.gpu.ranks import DRY, GpuRanks
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
 
 
 def problem() -> str | None:

@@ -26,7 +26,7 @@ from device_communicators.nccl.communicator import NcclCommunicator
 from parallel_state.messages.messenger import Messenger
 from parallel_state.tools.bench.devices import Captured
 from tests.contract.attempts import environment
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
 from tests.workers import WorkerPool, serve
 
 DRY = os.environ.get("GPU_TESTS") == "dry"
@@ -37,7 +37,7 @@ REPLAYS = 20 if DRY else 1000
 LIMIT_S = "GPU_TESTS_LIMIT_S"
 """The variable for the most seconds of a test's body, so that one hang doesn't use up the time of all."""
 
-DRY_NCCL = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
+DRY_NCCL = Row("nccl", "tests.helpers.nccl_stand_in", "StandInNccl")
 
 
 def needs_a_gpu(what: str) -> None:

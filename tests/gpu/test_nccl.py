@@ -11,6 +11,7 @@ from torch import Tensor
 import parallel_state as ps
 from device_communicators import REDUCE_OPS
 from device_communicators.cuda import nccl_library
+from device_communicators.nccl import windows
 from device_communicators.nccl.communicator import NcclCommunicator
 from tests.contract.cases import (
     MOVABLE,
@@ -36,8 +37,7 @@ from tests.gpu.ranks import (
     synchronize,
 )
 from tests.gpu.test_capture import graph_of
-from tests.internals import nccl_memory as windows
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
 
 Gpus = Callable[[int], GpuRanks]
 LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1)]
@@ -275,7 +275,7 @@ def _alone_window_body() -> str:
     before = torch.cuda.mem_get_info()[0] if on_gpu() else 0
     del again
     windows.free_closed()
-    assert not windows.count_closed()
+    assert not windows._CLOSED
     if on_gpu():
         assert torch.cuda.mem_get_info()[0] - before >= windows.WINDOW_BYTES
     return said

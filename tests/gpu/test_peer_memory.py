@@ -28,8 +28,8 @@ from parallel_state.tools.bench.devices import captured
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers
 from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu, serve_traced, synchronize, world
-from tests.internals import cuda_on_cpu, peer_stand_in
-from tests.internals.peers import ALGORITHMS, WAYS, peers_of, row_over, share_by
+from tests.helpers import cuda_on_cpu, peer_stand_in
+from tests.helpers.peers import ALGORITHMS, WAYS, peers_of, row_over, share_by
 
 Gpus = Callable[[int], GpuRanks]
 WORLDS = (2, 4) if DRY else (2, 4, 8)
@@ -39,7 +39,7 @@ FORMS = (Form((33, 8), "transposed"), Form((33, 8), "strided"), Form((33, 8), "o
 SETTINGS = {"PARALLEL_STATE_PEER_MEMORY": "on", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
-DRY_ROW = Row("peer_memory", "tests.internals.peer_stand_in", "StandInPeerMemory", custom_all_reduce=True)
+DRY_ROW = Row("peer_memory", "tests.helpers.peer_stand_in", "StandInPeerMemory", custom_all_reduce=True)
 
 
 def few(calls: int, size: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from device_communicators.peer.kernels import MAX_BLOCKS, REGION_BYTES, Call, KernelReport, read_report
-from tests.internals.cuda_on_cpu import CpuKernels
+from tests.helpers.cuda_on_cpu import CpuKernels
 
 JOIN_S = 120
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from device_communicators.base.bounded_store import BoundedStore
 from device_communicators.c10d import world as c10d_world
-from device_communicators.control.plane import find_endpoints
 from device_communicators.cpu.channels import Channels
 from device_communicators.cpu.host_memory import HostMemory
 from device_communicators.cpu.segment import Segment
@@ -43,7 +41,6 @@ STAGES: dict[str, Place] = {
     "first call": (state, "verify_group"),
     "exchange of the backend": (c10d_world, "meet"),
 }
-WORLD_GROUP: Place = (state, "init_world_group")
 ENDS: dict[str, Place] = {
     f"{owner.__name__}.{name}": (owner, name)
     for owner, name in (
@@ -74,15 +71,6 @@ def after_entering(then: Callable[[], object], of_backend: bool = False) -> None
     meeting._enter = enter_and_then
 
 
-def count_planes() -> int:
-    return len(find_endpoints()[os.getpid()])
-
-
 def met_alone() -> Met:
     store = BoundedStore(dist.HashStore())
     return Met(store, "", {}, math.inf, Watcher(), store, [])
-
-
-def report_nothing_to_python() -> None:
-    """Only the compiled library detects deaths then."""
-    Watcher._take_in = lambda self, change: None  # type: ignore[method-assign]

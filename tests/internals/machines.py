@@ -13,7 +13,7 @@ import pytest
 from device_communicators.cpu import native_build
 from device_communicators.machine.nvml import NoAnswerError
 from device_communicators.machine.topology import Topology, read_topology
-from tests.internals import compiled
+from tests.helpers import compiled
 
 FOLDER = Path(__file__).parents[1] / "topologies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -8,34 +8,13 @@ from typing import Any
 import torch
 
 from device_communicators.calls.user_call import UserCall
-from device_communicators.cpu.channels import Channels
 from parallel_state import GroupCoordinator, TensorDictSpec
 from parallel_state.messages import tensor_dicts, wire
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.values import to_msgpack
 from parallel_state.messages.media import LibraryMedium
 from parallel_state.messages.messenger import Messenger
-from parallel_state.messages.tensor_dicts import ConstantEntry, TensorEntry
 from parallel_state.messages.wire import FRAME_BYTES, Outgoing
-
-__all__ = [
-    "FRAME_BYTES", "ConstantEntry", "Outgoing", "TensorEntry", "encode", "false_reference", "garbage",
-    "head_of_tensor", "is_over_queue", "lists_that_claim", "metadata_bytes", "most_inline_bytes", "send_encoded_as",
-    "send_raw", "sends_past_python", "without_list_calls", "without_queue_calls",
-]  # fmt: skip
-
-
-def is_over_queue(group: GroupCoordinator) -> bool:
-    medium = group._messenger.medium
-    return isinstance(medium, LibraryMedium) and isinstance(medium.channels, Channels)
-
-
-def metadata_bytes(value: object) -> int:
-    return len(codec.encode(value).metadata)
-
-
-def most_inline_bytes() -> int:
-    return wire._INLINE_BYTES
 
 
 def encode(value: object) -> Outgoing:

@@ -17,8 +17,8 @@ from device_communicators.base.cores import Area
 from device_communicators.cpu import native
 from tests.contract.attempts import environment, world
 from tests.extent import LONG
+from tests.helpers.slot_pages import touched_slots
 from tests.internals.kernel_ranks import DTYPES, KernelRank, kernel_rank
-from tests.internals.slot_pages import touched_slots
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

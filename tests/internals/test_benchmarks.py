@@ -115,7 +115,7 @@ def test_decode(tmp_path: Path) -> None:
 KEPT = """
 import shutil
 from device_communicators.cpu import native_build
-from tests.internals.compiled import plain_library
+from tests.helpers.compiled import plain_library
 
 build = native_build.compile_library
 

@@ -13,7 +13,7 @@ import pytest
 
 from device_communicators.cpu import native_build
 from tests.extent import LONG
-from tests.internals.compiled import kept
+from tests.helpers.compiled import kept
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "device_communicators" / "control" / "csrc"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from device_communicators.cpu import native_build
-from tests.internals.cuda_on_cpu import EMULATION
+from tests.helpers.cuda_on_cpu import EMULATION
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -23,7 +23,7 @@ from device_communicators.base import build_cache
 from device_communicators.cpu import native_build
 from device_communicators.peer import kernels as peer_kernels
 from device_communicators.peer.kernels import KERNELS, KernelError
-from tests.internals import compiled
+from tests.helpers import compiled
 from tests.programs import Program
 from tests.references import NVRTC_OF_CUDA_12, NVRTC_OF_TORCH, Reference
 

@@ -25,8 +25,8 @@ from device_communicators.peer.kernels import (
     Call,
     grid,
 )
-from tests.internals.compiled import kept
-from tests.internals.cuda_on_cpu import CUDA_SOURCES, DEADLINE_S, EMULATION, CpuKernels, KernelTrappedError
+from tests.helpers.compiled import kept
+from tests.helpers.cuda_on_cpu import CUDA_SOURCES, DEADLINE_S, EMULATION, CpuKernels, KernelTrappedError
 from tests.internals.cuda_ranks import CpuRanks, bits, sum_in_rank_order
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from device_communicators.peer.kernels import (
     read_report,
 )
 from tests import fp8
-from tests.internals.cuda_on_cpu import CpuKernels, KernelTrappedError
+from tests.helpers.cuda_on_cpu import CpuKernels, KernelTrappedError
 
 pytestmark = pytest.mark.slow
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from device_communicators.cpu import native_build
-from tests.internals.compiled import kept
-from tests.internals.cuda_on_cpu import CUDA_SOURCES, EMULATION
+from tests.helpers.compiled import kept
+from tests.helpers.cuda_on_cpu import CUDA_SOURCES, EMULATION
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ import torch
 from device_communicators.base import build_cache, settings
 from device_communicators.c10d import extension
 from device_communicators.cpu import native, native_build
-from tests.internals.compiled import plain_library
+from tests.helpers.compiled import plain_library
 from tests.programs import Program
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ from device_communicators.base import settings
 from device_communicators.cuda import nccl_library
 from device_communicators.cuda.nccl_library import NcclLibrary, NcclUnavailableError, UniqueId
 from tests.cases import each
-from tests.internals import nccl_facts, nccl_stand_in
+from tests.helpers import nccl_stand_in
+from tests.internals import nccl_facts
 
 RECORDED = sorted(path.stem for path in nccl_facts.RECORDS.glob("*.json"))
 _SIZES = {"int": 4, "size_t": 8, "unsigned int": 4, "ncclResult_t": 4, "ncclDataType_t": 4, "ncclRedOp_t": 4}

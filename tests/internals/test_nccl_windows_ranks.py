@@ -22,11 +22,11 @@ from device_communicators.cuda.nccl_library import INVALID_USAGE, UNHANDLED_CUDA
 from device_communicators.nccl import windows
 from tests.contract.attempts import attempt, environment
 from tests.contract.carriers import twin_of
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
-_ROW = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
+_ROW = Row("nccl", "tests.helpers.nccl_stand_in", "StandInNccl")
 MIB = 1 << 20
 
 

@@ -40,8 +40,8 @@ from tests.contract import test_fused_norm
 from tests.contract.carriers import Member, twin_of
 from tests.contract.cases import Form, bytes_of, real_numbers
 from tests.extent import LONG
-from tests.internals import cuda_on_cpu, peer_stand_in
-from tests.internals.peer_stand_in import Device, StandInPeerMemory
+from tests.helpers import cuda_on_cpu, peer_stand_in
+from tests.helpers.peer_stand_in import Device, StandInPeerMemory
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

@@ -17,12 +17,12 @@ from device_communicators import CATALOG, Row, build_route, register_route
 from tests.contract import test_all_gather, test_all_reduce, test_gradients, test_inference, test_reduce_scatter
 from tests.contract.attempts import environment
 from tests.contract.carriers import Carrier, Member, Size, _call, twin_of
-from tests.internals import cuda_on_cpu, peer_stand_in
-from tests.internals.peer_stand_in import StandInPeerMemory
+from tests.helpers import cuda_on_cpu, peer_stand_in
+from tests.helpers.peer_stand_in import StandInPeerMemory
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
-ROW = Row("peer_memory", "tests.internals.peer_stand_in", "StandInPeerMemory")
+ROW = Row("peer_memory", "tests.helpers.peer_stand_in", "StandInPeerMemory")
 
 NOT_CARRIED = (
     "test_all_gatherv", "test_reduce_scatterv", "test_an_average_of_large_half_precision_numbers",

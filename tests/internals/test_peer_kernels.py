@@ -24,7 +24,7 @@ from device_communicators.peer.kernels import (
     STAGES_OFFSET,
     Call,
 )  # fmt: skip
-from tests.internals.cuda_on_cpu import CpuKernels, build
+from tests.helpers.cuda_on_cpu import CpuKernels, build
 
 FEW = ("--emulate", "--rounds", "1", "--round-ms", "0.1")
 

@@ -11,7 +11,7 @@ import pytest
 import parallel_state as ps
 from device_communicators.peer.memory import NotSharedError, run_on_all_ranks, share
 from tests.contract.carriers import twin_of
-from tests.internals.peer_stand_in import FOLDER, FileWay
+from tests.helpers.peer_stand_in import FOLDER, FileWay
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

@@ -13,7 +13,7 @@ import torch
 
 from device_communicators.cpu import native, native_build
 from tests.cases import each
-from tests.internals.compiled import kept
+from tests.helpers.compiled import kept
 
 pytestmark = pytest.mark.slow
 

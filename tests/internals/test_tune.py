@@ -14,8 +14,8 @@ import parallel_state as ps
 from device_communicators.peer.thresholds import ALGORITHMS, Conditions, Thresholds
 from parallel_state.tools.tune import tuning as tuning_module
 from parallel_state.tools.tune.tuning import FUSED, ORDERS, OTHER, UNBOUNDED, Plan, TuneError, Tuning
-from tests.internals import cuda_on_cpu, peer_stand_in
-from tests.internals.peer_stand_in import StandInPeerMemory
+from tests.helpers import cuda_on_cpu, peer_stand_in
+from tests.helpers.peer_stand_in import StandInPeerMemory
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]

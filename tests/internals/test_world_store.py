@@ -25,7 +25,7 @@ from device_communicators.control.client import MOST_BYTES, ForeignServiceError
 from device_communicators.control.plane import Member, World
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
-from tests.internals.test_store_answers import greets, is_silent, service
+from tests.helpers.services import greets, is_silent, service
 
 DEADLINE_S = 60.0
 TOKEN = secrets.token_hex(32)

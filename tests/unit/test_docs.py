@@ -92,10 +92,10 @@ ROWS = {
 
 def named_tests(folder: str) -> set[str]:
     found = set()
-    for path in (ROOT / "tests" / folder).glob("test_*.py"):
+    for path in (ROOT / "tests" / folder).rglob("test_*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                found.add(f"{folder}/{path.name}::{node.name}")
+                found.add(f"{path.relative_to(ROOT / 'tests')}::{node.name}")
     return found
 
 

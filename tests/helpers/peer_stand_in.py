@@ -16,8 +16,8 @@ from device_communicators.machine.group_topology import GroupTopology, RankGpu, 
 from device_communicators.peer.communicator import ALIGNMENT, PeerMemoryCommunicator
 from device_communicators.peer.device import HostWords, PeerDevice
 from device_communicators.peer.kernels import Launcher
-from tests.internals import nccl_stand_in
-from tests.internals.cuda_on_cpu import CpuKernels
+from tests.helpers import nccl_stand_in
+from tests.helpers.cuda_on_cpu import CpuKernels
 
 FOLDER, LIBRARY, ARCH = "STAND_IN_PEERS_DIR", "STAND_IN_PEERS_KERNELS", "STAND_IN_PEERS_ARCH"
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from device_communicators import GroupContext
-from device_communicators.calls.work import DONE, Work
+from device_communicators import GroupContext, Work
 from device_communicators.cuda.nccl_library import NcclLibrary
 from device_communicators.nccl.communicator import NcclCommunicator
-from tests.internals import compiled
+from tests.helpers import compiled
 
 SOURCE = Path(__file__).parents[1] / "native" / "stand_in_nccl.c"
 LIBRARY, FOLDER = "STAND_IN_NCCL", "STAND_IN_NCCL_DIR"
@@ -83,6 +82,14 @@ class Streams:
         return True
 
 
+class Done:
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
 class Side:
     def __init__(self, number: int) -> None:
         self._number = number
@@ -92,7 +99,7 @@ class Side:
 
     def finish(self, enqueue: Callable[[int], None]) -> Work:
         enqueue(self._number)
-        return DONE
+        return Done()
 
     def run(self, enqueue: Callable[[int], None], tensors: Sequence[Tensor]) -> Work:
         return self.begin(tensors).finish(enqueue)

@@ -13,7 +13,7 @@ import pytest
 
 from device_communicators.cpu import native_build
 from device_communicators.peer.kernels import OPERATIONS, Call
-from tests.internals import compiled
+from tests.helpers import compiled
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA_SOURCES = ROOT / "device_communicators" / "peer" / "csrc"

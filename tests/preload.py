@@ -6,16 +6,22 @@ from __future__ import annotations
 import ctypes
 import encodings.idna  # noqa: F401 - for the first address that a rank looks up
 import gc
+from importlib import import_module
 from pathlib import Path
 
 import pytest  # noqa: F401
 
-from device_communicators import cpu_communicator  # noqa: F401
-from device_communicators.c10d import creation, world  # noqa: F401
-from device_communicators.cpu import plain_tree  # noqa: F401
-from device_communicators.process_group import gloo, plain  # noqa: F401
-from tests.contract import attempts  # noqa: F401
-from tests.failure import worlds  # noqa: F401
+for name in (
+    "device_communicators.cpu_communicator",
+    "device_communicators.c10d.creation",
+    "device_communicators.c10d.world",
+    "device_communicators.cpu.plain_tree",
+    "device_communicators.process_group.gloo",
+    "device_communicators.process_group.plain",
+    "tests.contract.attempts",
+    "tests.failure.worlds",
+):
+    import_module(name)
 
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from device_communicators.c10d import extension
+from device_communicators.c10d import creation
 from device_communicators.cpu import native_build
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parallel_state_tests"
@@ -21,9 +21,7 @@ _KEPT_S = 60 * 86_400
 
 
 def c10d_module() -> Path:
-    module, problem = extension.try_load()
-    assert module is not None, problem
-    return Path(module.__file__)
+    return Path(creation.load().__file__)
 
 
 def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Callable[[Path], object]) -> Path:

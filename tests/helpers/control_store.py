@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import hashlib
 import os
+from pathlib import Path
 
-from device_communicators.control.client import MAGIC
 from device_communicators.control.store import ControlStore
 from device_communicators.cpu import native
-from parallel_state.launch.store import read_secret
 
+MAGIC = b"\0PSCTRL1"
 HELLO_BYTES, HEAD_BYTES, NONCE_BYTES, PROOF_BYTES = 20, 24, 16, 32
 GREETING_BYTES = HELLO_BYTES + HEAD_BYTES + NONCE_BYTES
 IDENTITY_BYTES = HEAD_BYTES + PROOF_BYTES
@@ -15,10 +16,9 @@ ANSWER_BYTES = GREETING_BYTES + IDENTITY_BYTES
 HANDSHAKE_S = 5.0
 _NONCE, _IDENTITY = 1, 2
 
-__all__ = [
-    "ANSWER_BYTES", "GREETING_BYTES", "HANDSHAKE_S", "IDENTITY_BYTES", "MAGIC", "identity", "opening", "read_secret",
-    "store_of",
-]  # fmt: skip
+
+def read_secret(path: Path) -> bytes:
+    return hashlib.sha256(path.read_bytes()).digest()
 
 
 def store_of(port: int, secret: bytes, timeout_s: float) -> ControlStore:

@@ -27,13 +27,13 @@ from device_communicators.base.errors import (
 from device_communicators.base.member import Timeout
 from tests.contract.attempts import attempt
 from tests.contract.carriers import twin_of
-from tests.internals import nccl_stand_in
+from tests.helpers import nccl_stand_in
+from tests.helpers.nccl_stand_in import StandInNccl
 from tests.internals.divisions import INTERNAL_ERROR, INVALID_USAGE, REMOTE_ERROR, dividing
-from tests.internals.nccl_stand_in import StandInNccl
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
-_ROW = Row("nccl", "tests.internals.nccl_stand_in", "StandInNccl")
+_ROW = Row("nccl", "tests.helpers.nccl_stand_in", "StandInNccl")
 _TOLD = "the stand-in says so"
 
 

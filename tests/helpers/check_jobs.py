@@ -135,11 +135,11 @@ def _run_rank(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     if shim is not None:
         shim()
-    from parallel_state.tools.check import command
+    from parallel_state.__main__ import main
 
     code = 1
     try:
-        code = command.main(words)
+        code = main(["check", *words])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
     finally:
