@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pydoc
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError
@@ -338,3 +344,314 @@ def test_gradients(group: ps.GroupCoordinator, name: str) -> None:
     result = call(group, x)
     result.backward(grad)
     torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+
+
+def test_close(group: ps.GroupCoordinator) -> None:
+    groups = ps.simulate(3, 8, 2, 2)
+    groups.close()
+    groups.close()
+    for closed in (groups.tp, groups.pp, groups.dp):
+        with pytest.raises(ps.GroupDestroyedError):
+            closed.all_reduce(X)
+    assert torch.equal(groups.world.all_reduce(X), X * 8)
+    groups.world.destroy()
+    with pytest.raises(ps.GroupDestroyedError):
+        groups.world.barrier()
+
+
+SHAPES: dict[str, tuple[Callable[[ps.GroupCoordinator, Tensor], Any], tuple[int, ...]]] = {
+    "all_reduce": (lambda group, x: group.all_reduce(x), (8, 12)),
+    "all_reduce_": (lambda group, x: group.all_reduce_(x), (8, 12)),
+    "all_gather 0": (lambda group, x: group.all_gather(x, 0), (32, 12)),
+    "all_gather -1": (lambda group, x: group.all_gather(x), (8, 48)),
+    "all_gather 0-d": (lambda group, x: group.all_gather(x[0, 0]), (4,)),
+    "all_gather_to_list": (lambda group, x: group.all_gather_to_list(x)[3], (8, 12)),
+    "all_gatherv": (lambda group, x: group.all_gatherv(x, 0, [1, 2, 8, 0]), (11, 12)),
+    "reduce_scatter 0": (lambda group, x: group.reduce_scatter(x, 0), (2, 12)),
+    "reduce_scatter -1": (lambda group, x: group.reduce_scatter(x), (8, 3)),
+    "reduce_scatterv": (lambda group, x: group.reduce_scatterv(x, 0, [1, 1, 5, 1]), (5, 12)),
+    "gather": (lambda group, x: group.gather(x, RANK, 0), (32, 12)),
+    "scatter": (lambda group, x: group.scatter(x, RANK, 1), (8, 3)),
+    "all_to_all": (lambda group, x: group.all_to_all(x), (8, 12)),
+    "all_to_all 0 1": (lambda group, x: group.all_to_all(x, 0, 1), (2, 48)),
+    "all_to_all 1 0": (lambda group, x: group.all_to_all(x, 1, 0), (32, 3)),
+    "all_to_all splits": (
+        lambda group, x: group.all_to_all(x, output_split_sizes=[1, 2, 3, 4], input_split_sizes=[5, 1, 1, 1]),
+        (10, 12),
+    ),
+    "broadcast": (lambda group, x: group.broadcast(x, 0), (8, 12)),
+    "broadcast_": (lambda group, x: group.broadcast_(x, 0), (8, 12)),
+    "recv": (lambda group, x: group.recv([5, 2], x.dtype), (5, 2)),
+    "recv_tensor_dict": (
+        lambda group, x: group.recv_tensor_dict(spec=ps.TensorDictSpec.of({"x": x[:3]}))["x"],
+        (3, 12),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", list(SHAPES))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_shapes_on_meta_tensors(call: str, dtype: torch.dtype) -> None:
+    group = ps.simulated_group([1, 3, 5, 7], 5, device="meta")
+    function, shape = SHAPES[call]
+    result = function(group, torch.empty(8, 12, dtype=dtype, device="meta"))
+    assert result.shape == shape
+    assert result.dtype == dtype
+    assert result.device.type == "meta"
+
+
+@pytest.mark.parametrize("call", [name for name in SHAPES if name.split()[0] in ("all_reduce", "all_gather")])
+def test_shapes_on_meta_and_real_tensors_are_equal(group: ps.GroupCoordinator, call: str) -> None:
+    function, shape = SHAPES[call]
+    assert function(group, torch.ones(8, 12)).shape == function(group, torch.ones(8, 12, device="meta")).shape == shape
+
+
+def test_wrong_shapes_are_refused_on_meta_tensors_too(group: ps.GroupCoordinator) -> None:
+    x = torch.empty(7, 12, device="meta")
+    for call in (
+        lambda: group.reduce_scatter(x, 0),
+        lambda: group.all_to_all(x),
+        lambda: group.all_gather(x, 2),
+        lambda: group.reduce_scatterv(x, 0, [1, 2, 3]),
+    ):
+        with pytest.raises(ps.InvalidArgumentError):
+            call()
+
+
+class Stage(nn.Module):
+    def __init__(self, vocabulary: int, hidden: int, layers: int, device: str) -> None:
+        super().__init__()
+        tp, pp = ps.get_tp_group(), ps.get_pp_group()
+        here = layers // pp.world_size
+        self.embedding = nn.Embedding(vocabulary, hidden, device=device) if ps.is_pipeline_first_stage() else None
+        self.columns = nn.ModuleList(
+            nn.Linear(hidden, 4 * hidden // tp.world_size, bias=False, device=device) for _ in range(here)
+        )
+        self.rows = nn.ModuleList(
+            nn.Linear(4 * hidden // tp.world_size, hidden, bias=False, device=device) for _ in range(here)
+        )
+        self.head = (
+            nn.Linear(hidden, vocabulary // tp.world_size, bias=False, device=device)
+            if ps.is_pipeline_last_stage()
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for column, row in zip(self.columns, self.rows, strict=True):
+            inside = ps.copy_to_tensor_model_parallel_region(x)
+            x = x + ps.reduce_from_tensor_model_parallel_region(row(torch.relu(column(inside))))
+        if self.head is None:
+            ps.get_pp_group().send_tensor_dict({"hidden": x}, spec=ps.TensorDictSpec.of({"hidden": x}))
+            return x
+        return ps.gather_from_tensor_model_parallel_region(self.head(x))
+
+
+@pytest.mark.parametrize("rank", [0, 5, 14, 31])
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_model_code_of_any_rank(rank: int, device: str) -> None:
+    groups = ps.simulate(rank, 32, 4, 4, device=device)
+    tokens = torch.zeros(2, 7, dtype=torch.int64, device=device)
+    hidden = torch.zeros(2, 7, 16, device=device, requires_grad=True)
+    with groups.use():
+        stage = Stage(vocabulary=64, hidden=16, layers=8, device=device)
+        out = stage(tokens if ps.is_pipeline_first_stage() else hidden)
+        out.sum().backward()
+    assert len(stage.columns) == 2
+    assert (stage.embedding is not None) == (rank < 8)
+    assert (stage.head is not None) == (rank >= 24)
+    assert stage.columns[0].weight.shape == (16, 16)
+    assert out.shape == ((2, 7, 64) if rank >= 24 else (2, 7, 16))
+    for parameter in stage.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+    if device == "cpu":
+        assert groups.tp.traffic()["all_reduce"].calls == 4
+
+
+def test_helpers_take_a_simulated_world_for_one_process(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    states = torch.get_rng_state(), random.getstate()
+    try:
+        with ps.simulate(6, 8, 2, 2).use():
+            assert ps.read_file_dist(path).read() == b"content"
+            with ps.master_first(), ps.local_master_first():
+                pass
+            assert ps.set_random_seed(3) == 1003
+            assert not ps.is_global_first_rank()
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+
+
+@pytest.mark.parametrize("end", ["next", "prev", "first", "last"])
+def test_names_that_mean_two_things_are_gone(end: str) -> None:
+    """On [0, 2, 4, 6] the next rank's global rank, 2, is also another rank's index in the group."""
+    group = ps.simulated_group([0, 2, 4, 6], 0)
+    old = f"{end}_rank"
+    for touch in (lambda: getattr(group, old), lambda: setattr(group, old, 1)):
+        with pytest.raises(ps.RenamedError, match=rf"{end}_rank_in_group.*{end}_global_rank") as raised:
+            touch()
+        assert isinstance(raised.value, AttributeError)
+        assert isinstance(raised.value, ps.UsageError)
+    assert not hasattr(group, old)
+    assert getattr(group, old, 7) == 7
+    assert old not in dir(group)
+    assert {f"{end}_rank_in_group", f"{end}_global_rank", "ranks", "all_reduce"} <= set(dir(group))
+    assert old not in vars(copy.copy(group))
+    assert f"{end}_global_rank" in pydoc.plain(pydoc.render_doc(type(group)))
+
+
+def check_outside() -> None:
+    assert ps.try_get_current_groups() is None
+    assert ps.try_get_tp_group() is ps.try_get_pp_group() is ps.try_get_dp_group() is None
+    assert ps.try_get_world_group() is None
+    assert not ps.model_parallel_is_initialized()
+    with pytest.raises(ps.GroupNotInitializedError, match="uses no parallel groups"):
+        ps.current_groups()
+    for get in (ps.get_tp_group, ps.get_pp_group, ps.get_dp_group, ps.get_world_group, ps.get_parallel_groups):
+        with pytest.raises(ps.GroupNotInitializedError):
+            get()
+
+
+def check_inside(groups: ps.ParallelGroups) -> None:
+    assert ps.current_groups() is ps.try_get_current_groups() is ps.get_parallel_groups() is groups
+    assert ps.get_tp_group() is ps.try_get_tp_group() is groups.tp
+    assert ps.get_pp_group() is groups.pp
+    assert ps.get_dp_group() is groups.dp
+    assert ps.get_world_group() is groups.world
+    assert ps.model_parallel_is_initialized()
+
+
+def test_use_nests() -> None:
+    outer, inner = ps.simulate(1, 4, 2, 2), ps.simulate(5, 8, 8)
+    check_outside()
+    with outer.use() as entered:
+        assert entered is outer
+        check_inside(outer)
+        with inner.use():
+            check_inside(inner)
+            with outer.use():
+                check_inside(outer)
+            check_inside(inner)
+        check_inside(outer)
+        with pytest.raises(KeyError), inner.use():
+            raise KeyError
+        check_inside(outer)
+    check_outside()
+
+
+def test_each_thread_has_its_own() -> None:
+    sets = [ps.simulate(1, 4, 2, 2), ps.simulate(5, 8, 8), None]
+    meeting = threading.Barrier(len(sets) + 1, timeout=DEADLINE_S)
+    errors: list[BaseException] = []
+    results: dict[int, float] = {}
+
+    def run(index: int, groups: ps.ParallelGroups | None) -> None:
+        try:
+            check_outside()
+            meeting.wait()
+            if groups is None:
+                for _ in range(3):
+                    meeting.wait()
+                    check_outside()
+                return
+            with groups.use():
+                meeting.wait()
+                for _ in range(50):
+                    check_inside(groups)
+                    results[index] = ps.tensor_model_parallel_all_reduce(torch.ones(())).item()
+                meeting.wait()
+                check_inside(groups)
+            meeting.wait()
+            check_outside()
+        except BaseException as error:
+            errors.append(error)
+            meeting.abort()
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(sets)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            meeting.wait()
+            check_outside()
+    except threading.BrokenBarrierError:
+        pass
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    assert not errors
+    assert results == {0: 2.0, 1: 8.0}
+
+
+def test_groups_outlive_the_thread_that_made_them() -> None:
+    made: list[ps.ParallelGroups] = []
+    thread = threading.Thread(target=lambda: made.append(ps.simulate(1, 4, 2, 2)), daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    with made[0].use():
+        check_inside(made[0])
+        assert torch.equal(ps.tensor_model_parallel_all_reduce(X), X * 2)
+
+
+def test_layers_of_stages() -> None:
+    """As in vLLM, the last stage, with the output head, gets no extra layer."""
+    assert [ps.get_pp_indices(12, stage, 4) for stage in range(4)] == [(0, 3), (3, 6), (6, 9), (9, 12)]
+    assert [ps.get_pp_indices(14, stage, 4) for stage in range(4)] == [(0, 3), (3, 7), (7, 11), (11, 14)]
+    assert ps.get_pp_indices(5, 0, 1) == (0, 5)
+    with pytest.raises(ps.InvalidArgumentError, match="3, 3 and 12"):
+        ps.get_pp_indices(12, 3, 3)
+    assert ps.divide(12, 4) == 3
+    with pytest.raises(ps.InvalidArgumentError, match="13 must be divisible by 4"):
+        ps.divide(13, 4)
+    pieces = ps.split_tensor_along_last_dim(torch.arange(8.0).view(2, 4), 2, contiguous_split_chunks=True)
+    assert [piece.tolist() for piece in pieces] == [[[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0, 7.0]]]
+    assert all(piece.is_contiguous() for piece in pieces)
+
+
+def test_torchs_reduce_operations_are_taken(group: ps.GroupCoordinator) -> None:
+    x = torch.ones(8)
+    for theirs, ours in (("SUM", "sum"), ("AVG", "avg"), ("MAX", "max"), ("MIN", "min"), ("PRODUCT", "product")):
+        operation = getattr(dist.ReduceOp, theirs)
+        for op in (operation, dist.ReduceOp(operation)):
+            assert torch.equal(group.all_reduce(x, op), group.all_reduce(x, ours))
+            assert torch.equal(group.all_reduce_(x.clone(), op), group.all_reduce_(x.clone(), ours))
+            assert torch.equal(group.all_reduce_async(x, op).wait(), group.all_reduce(x, ours))
+            for call in (group.reduce_scatter, lambda *args: group.reduce_scatter_async(*args).wait()):
+                assert torch.equal(call(x, 0, op), call(x, 0, ours))
+            assert torch.equal(group.reduce_scatterv(x, 0, [2] * 4, op), group.reduce_scatterv(x, 0, [2] * 4, ours))
+    compiled = torch.compile(lambda x: group.all_reduce(x, dist.ReduceOp.MAX), fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), x)
+    for wrong in (dist.ReduceOp.BXOR, "SUM", 0, None):
+        with pytest.raises(ps.InvalidArgumentError, match="or torch's ReduceOp of that name, but is"):
+            group.all_reduce(x, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "before"),
+    [
+        (ps.initialize_model_parallel, ()),
+        (ps.ensure_model_parallel_initialized, ()),
+        (ps.simulate, (0, 8)),
+        (ps.reinitialize, ([0],)),
+    ],
+)
+def test_sizes_by_position_behind_the_first_two_are_refused_with_what_each_incumbent_means(
+    function: Callable[..., object], before: tuple[object, ...]
+) -> None:
+    """Megatron's third argument is the virtual pipeline size, vLLM's the prefill context size."""
+    for sizes in ((2, 2, 2), (2, 2, None), (2, 2, 3, 4, "nccl")):
+        with pytest.raises(InvalidArgumentError, match="by position") as caught:
+            function(*before, *sizes)
+        message = str(caught.value)
+        assert message.startswith(f"{function.__name__}() takes")
+        assert f"virtual_pipeline_model_parallel_size={sizes[2]};" in message
+        assert f"prefill_context_model_parallel_size={sizes[2]}" in message
+        assert ("decode_context_model_parallel_size=4" in message) == (len(sizes) > 3)
+        assert f"data_parallel_size={sizes[2]}" in message
