@@ -180,7 +180,7 @@ FAULTS = [
         EXPLORED, "two verdicts|decid", id="a verdict is dropped once it was delivered",
     ),
     pytest.param(
-        "core.cpp", "FrameKind::kState, encode(ends_)", "FrameKind::kState, encode(Ends{*ends_.rbegin()})",
+        "core.cpp", "FrameKind::kState, packed(ends_)", "FrameKind::kState, packed(Ends{*ends_.rbegin()})",
         _simulated("relay", 32, 4), "know|learns", id="a state is sent in part",
     ),
     pytest.param(

@@ -144,7 +144,7 @@ struct World {
     std::vector<Proc> procs;
     for (const int member : members) procs.push_back(proc_of(member));
     Writer writer;
-    writer.number(Core::digest_of(procs)).text(purpose).number(0U).number(seat).number(0U);
+    writer.number(digest_of(procs)).text(purpose).number(0U).number(seat).number(0U);
     if (!lists_members) procs.clear();
     writer.number(Nanos{kSecond}).text(value).number(static_cast<std::uint32_t>(procs.size()));
     for (const Proc proc : procs) writer.number(proc);
@@ -466,7 +466,12 @@ void a_verdict_of_wrong_size_is_malformed() {
   world.accept(3, 0);
   world.call({0, 1}, "p", kSecond);
   Writer writer;
-  writer.number(Core::digest_of({proc_of(0), proc_of(1)})).text("p").number(0U).number(0U).number(0U).number(Nanos{0});
+  writer.number(digest_of(std::vector<Proc>{proc_of(0), proc_of(1)}))
+      .text("p")
+      .number(0U)
+      .number(0U)
+      .number(0U)
+      .number(Nanos{0});
   writer.text("")
       .number(0U)
       .number(std::uint8_t{1})
@@ -489,7 +494,7 @@ void undecided_names_whom_the_decider_waits_for() {
   {
     std::vector<Proc> procs{proc_of(0), proc_of(1), proc_of(2), proc_of(3)};
     Writer writer;
-    writer.number(Core::digest_of(procs)).text("p").number(0U).number(3U).number(1U).number(Nanos{0}).text("");
+    writer.number(digest_of(procs)).text("p").number(0U).number(3U).number(1U).number(Nanos{0}).text("");
     writer.number(0U).number(std::uint8_t{0});
     answer = writer.take();
   }

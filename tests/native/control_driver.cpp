@@ -130,7 +130,7 @@ void call(const std::vector<Opened>& all, std::uint32_t attempt) {
     Event event;
     event.kind = Event::kCall;
     event.call = std::move(call);
-    check(one.stay->inbox.expect({Core::digest_of(members), "test", attempt}), "a call is under way already");
+    check(one.stay->inbox.expect({digest_of(members), "test", attempt}), "a call is under way already");
     check(post(one.stay, std::move(event)), "a stay takes no call");
   }
 }
@@ -138,7 +138,7 @@ void call(const std::vector<Opened>& all, std::uint32_t attempt) {
 void await_verdicts(const std::vector<Opened>& all, std::uint32_t attempt) {
   std::vector<Proc> members;
   for (const Opened& one : all) members.push_back(one.stay->proc);
-  const AgreementKey key{Core::digest_of(members), "test", attempt};
+  const AgreementKey key{digest_of(members), "test", attempt};
   std::vector<char> buffer(1 << 16);
   for (const Opened& one : all) {
     const std::int64_t size = one.stay->inbox.await(key, 10 * kSecond, buffer.data(), buffer.size());

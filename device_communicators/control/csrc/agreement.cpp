@@ -16,18 +16,12 @@ constexpr std::size_t kMostKept = 256;
 // For an agreement that is known only from a decider's question.
 constexpr Nanos kAskedTime = 600 * kSecond;
 
-Bytes encode(const Message& message) {
-  Writer writer;
-  put(&writer, message);
-  return writer.take();
-}
-
 bool decode(const Frame& frame, Message* message) {
   Reader reader(frame.body);
   get(&reader, message);
   const auto& verdict = message->verdict;
   if (!reader.finished() || message->key.purpose.size() > kMostTextBytes) return false;
-  if (!message->members.empty() && Core::digest_of(message->members) != message->key.members) return false;
+  if (!message->members.empty() && digest_of(message->members) != message->key.members) return false;
   if (frame.kind == FrameKind::kVerdict) return verdict != nullptr && verdict->kind <= Verdict::kUndecided;
   return verdict == nullptr || verdict->kind < Verdict::kUndecided;
 }
@@ -48,15 +42,6 @@ std::shared_ptr<const Verdict> undecided(std::vector<Proc> culprits) {
 }
 
 }  // namespace
-
-std::uint64_t Core::digest_of(const std::vector<Proc>& members) {
-  std::uint64_t digest = members.size();
-  for (const Proc member : members) {
-    digest = (digest ^ member) * 0x9e3779b97f4a7c15;
-    digest ^= digest >> 32;
-  }
-  return digest;
-}
 
 void Core::on_call(const Call& call, bool cancel) {
   const AgreementKey key{digest_of(call.members), call.purpose, call.attempt};
@@ -147,13 +132,7 @@ bool Core::has_room(std::size_t bytes) const {
   return bytes <= kMostUncalledBytes;
 }
 
-Bytes Core::round_frame(FrameKind kind, const Message& message) const {
-  return control::encode(Frame{kind, world_, self_, encode(message)});
-}
-
-void Core::send_round(int connection, FrameKind kind, const Message& message) {
-  act(Action::kSend, connection).bytes = round_frame(kind, message);
-}
+void Core::send(int connection, FrameKind kind, const Message& message) { send(connection, kind, packed(message)); }
 
 bool Core::on_round(int connection, const Frame& frame) {
   Message message;
@@ -166,7 +145,7 @@ bool Core::on_round(int connection, const Frame& frame) {
   const std::vector<Proc>& members = is_known ? found->second.members : message.members;
   if (!is_known && members.empty()) {
     // A done frame without members: the agreement was *agreed* here, and erased.
-    if (frame.kind == FrameKind::kDone) send_round(connection, FrameKind::kForget, Message{message.key});
+    if (frame.kind == FrameKind::kDone) send(connection, FrameKind::kForget, Message{message.key});
     return true;
   }
   if (frame.kind == FrameKind::kForget) {
@@ -193,7 +172,7 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
       Message answer = message_of(*entry);
       answer.ballot = message->seat;
       answer.verdict = round.verdict;
-      return send_round(connection, FrameKind::kAnswer, answer);
+      return send(connection, FrameKind::kAnswer, answer);
     }
     if (message->verdict->kind == Verdict::kUndecided) round.hint = message->verdict;
     else if (round.verdict == nullptr) round.verdict = message->verdict;
@@ -287,7 +266,7 @@ bool Core::ask_all(RoundEntry* entry) {
     if (seat.asked_on < 0) continue;
     Message message = message_of(*entry);
     message.members = round.members;
-    send_round(seat.asked_on, FrameKind::kAsk, message);
+    send(seat.asked_on, FrameKind::kAsk, message);
   }
   return all;
 }
@@ -321,7 +300,7 @@ void Core::tell_hint(RoundEntry* entry) {
   Message message = message_of(*entry);
   message.verdict = undecided(silent_members(round));
   for (const Round::Seat& seat : round.seats) {
-    if (seat.has_value && seat.connection >= 0) send_round(seat.connection, FrameKind::kVerdict, message);
+    if (seat.has_value && seat.connection >= 0) send(seat.connection, FrameKind::kVerdict, message);
   }
 }
 
@@ -350,7 +329,7 @@ void Core::serve(RoundEntry* entry, int target) {
   if (!done || tells) message.members = round.members;
   if (!done) message.value = round.value;
   message.remaining = std::max<Nanos>(round.decide_by - now_, 0);
-  send_round(connection, done ? FrameKind::kDone : FrameKind::kValue, message);
+  send(connection, done ? FrameKind::kDone : FrameKind::kValue, message);
   round.sent_on = connection;
   round.sent_to = target;
   round.sent_done = done;
@@ -370,13 +349,14 @@ bool Core::decide(RoundEntry* entry) {
     if (!seat.done && !is_gone(round.members[i])) all = false;
     if (seat.told || seat.done || seat.connection < 0) continue;
     seat.told = true;
-    if (verdict == nullptr) verdict = std::make_shared<Bytes>(round_frame(FrameKind::kVerdict, message));
+    if (verdict == nullptr)
+      verdict = std::make_shared<Bytes>(encode(Frame{FrameKind::kVerdict, world_, self_, packed(message)}));
     act(Action::kSend, seat.connection).shared = verdict;
   }
   if (!all) return true;
   message.verdict = nullptr;
   for (const Round::Seat& seat : round.seats) {
-    if (seat.connection >= 0) send_round(seat.connection, FrameKind::kForget, message);
+    if (seat.connection >= 0) send(seat.connection, FrameKind::kForget, message);
   }
   rounds_.erase(rounds_.find(entry->first));
   return false;

@@ -12,23 +12,10 @@ namespace {
 constexpr std::size_t kMostStrangers = 256, kMostEarlyStrangers = 1024;
 constexpr std::uint8_t kAllFlags = kLeft | kExited | kUnreachable | kFailed | kStopped;
 
-std::uint64_t entry_digest(Proc proc, const End& end) {
-  Digest digest;
-  put(&digest, std::tie(proc, end));
-  return digest.value();
-}
-
 std::uint64_t state_digest(const Ends& ends) {
   std::uint64_t digest = kEmptyDigest;
-  for (const auto& [proc, end] : ends) digest += entry_digest(proc, end);
+  for (const auto& [proc, end] : ends) digest += digest_of(proc, end);
   return digest;
-}
-
-template <typename T>
-Bytes encode(const T& value) {
-  Writer writer;
-  put(&writer, value);
-  return writer.take();
 }
 
 bool decode(Reader* reader, Ends* ends) {
@@ -182,7 +169,7 @@ void Core::join(const Ends& other, Source source) {
     End before;
     if (is_new) at = ends_.emplace(at, proc, end);
     else before = std::exchange(at->second, joined(at->second, end));
-    ends_digest_ += entry_digest(proc, at->second) - (is_new ? 0 : entry_digest(proc, before));
+    ends_digest_ += digest_of(proc, at->second) - (is_new ? 0 : digest_of(proc, before));
     if (source != Source::kBoard) unpublished_ = true;
     if (at->second.flags == before.flags) continue;
     dirty_ = true;
@@ -266,7 +253,7 @@ void Core::publish() {
   if (!std::exchange(unpublished_, false)) return;
   auto silences = silences_;
   for (auto& [domain, silence] : silences) silence.first -= skew_;
-  act(Action::kBoard).bytes = encode(std::tie(ends_, silences));
+  act(Action::kBoard).bytes = packed(ends_, silences);
 }
 
 void Core::flood() {
@@ -319,14 +306,14 @@ int Core::connect(Proc proc) {
 }
 
 void Core::send(int connection, FrameKind kind, Bytes body) {
-  act(Action::kSend, connection).bytes = control::encode(Frame{kind, world_, self_, std::move(body)});
+  act(Action::kSend, connection).bytes = encode(Frame{kind, world_, self_, std::move(body)});
 }
 
 void Core::send_state(int connection) {
   Link& link = links_[connection];
   link.peer_digest = ends_digest_;
   link.beaten = now_;
-  send(connection, FrameKind::kState, encode(ends_));
+  send(connection, FrameKind::kState, packed(ends_));
 }
 
 void Core::send_beat(int connection) {
@@ -338,7 +325,7 @@ void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
   link.opened = link.watched = link.heard = link.sign = now_;
   link.nonce = nonce;
-  act(Action::kSend, connection).bytes = control::encode(Hello{kVersion, kOldestVersion, config_.build});
+  act(Action::kSend, connection).bytes = encode(Hello{kVersion, kOldestVersion, config_.build});
   send(connection, FrameKind::kNonce, nonce);
 }
 
@@ -573,7 +560,7 @@ void Core::try_leave() {
   publish();  // a farewell that arrived meanwhile, perhaps only here
   for (const auto& [connection, link] : links_) {
     if (link.identified && link.beating) send_state(connection);
-    else if (link.identified) send(connection, FrameKind::kState, encode(Ends{{self_, {kLeft, self_, ""}}}));
+    else if (link.identified) send(connection, FrameKind::kState, packed(Ends{{self_, {kLeft, self_, ""}}}));
     act(Action::kClose, connection);
   }
   links_.clear();
@@ -855,11 +842,7 @@ void Core::forget_peers() {
   }
 }
 
-std::uint64_t Core::digest() const {
-  Digest digest;
-  put(&digest, *this);
-  return digest.value();
-}
+std::uint64_t Core::digest() const { return digest_of(*this); }
 
 void Core::write(Writer* writer) const {
   put(writer, *this);

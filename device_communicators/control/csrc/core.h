@@ -235,7 +235,6 @@ class Core {
   // Once over, the core only answers this process's own calls.
   bool is_over() const { return left_; }
   std::size_t rounds() const { return rounds_.size(); }
-  static std::uint64_t digest_of(const std::vector<Proc>& members);
   // Leaves out the token.
   void write(Writer* writer) const;
   void read(Reader* reader);
@@ -402,8 +401,7 @@ class Core {
   RoundEntry* open_round(const AgreementKey& key, std::vector<Proc> members);
   void forget_rounds();
   bool has_room(std::size_t bytes) const;
-  Bytes round_frame(FrameKind kind, const Message& message) const;
-  void send_round(int connection, FrameKind kind, const Message& message);
+  void send(int connection, FrameKind kind, const Message& message);
   bool on_round(int connection, const Frame& frame);
   void take(int connection, FrameKind kind, Message* message, RoundEntry* entry);
   static Message message_of(const RoundEntry& entry);

@@ -71,12 +71,6 @@ Event event_of(Event::Kind kind, Proc proc, int connection = -1) {
   return event;
 }
 
-Bytes encode(Inbox::Kind kind, const Action& news) {
-  Writer writer;
-  put(&writer, std::tie(kind, news));
-  return writer.take();
-}
-
 Action news_of(const char* text, bool is_warning) {
   Action news;
   news.flags = is_warning;
@@ -85,7 +79,7 @@ Action news_of(const char* text, bool is_warning) {
 }
 
 Bytes last_news(const char* cause) {
-  return encode(Inbox::kOver, news_of(cause == nullptr ? "" : cause, cause != nullptr));
+  return packed(Inbox::kOver, news_of(cause == nullptr ? "" : cause, cause != nullptr));
 }
 
 class Driver;
@@ -340,13 +334,12 @@ class Driver {
         }
         break;
       case Action::kDoom:
-        for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, true);
-        stay->inbox.push(Inbox::kDied, action);
+      case Action::kLeft: {
+        const bool died = action.kind == Action::kDoom;
+        for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, died);
+        stay->inbox.push(died ? Inbox::kDied : Inbox::kLeft, action);
         break;
-      case Action::kLeft:
-        for (const int rank : stay->core->lost_by(action)) stay->listeners->report(rank, false);
-        stay->inbox.push(Inbox::kLeft, action);
-        break;
+      }
       case Action::kVerdict: stay->inbox.give(Inbox::kVerdict, action); break;
       case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, action); break;
       case Action::kReply: stay->inbox.push(Inbox::kReply, action); break;
@@ -586,7 +579,7 @@ class Driver {
   void meet(Stay* stay, Event event, const std::vector<int>& boards) {
     std::vector<Proc> procs;
     for (const Member& member : event.roster->members) procs.push_back(member.proc);
-    event.world = Core::digest_of(procs);
+    event.world = digest_of(procs);
     const int me = event.roster->index_of(stay->proc);
     feed(stay, event);
     if (me < 0) return;
@@ -737,7 +730,7 @@ void Unsent::take(std::size_t count) {
 void Inbox::push(Kind kind, const Action& news) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if ((kind == kLog || kind == kQuestion) && news_.size() >= kMostNews) return;
-  news_.push_back(encode(kind, news));
+  news_.push_back(packed(kind, news));
   wake_.set();
 }
 
@@ -758,7 +751,7 @@ void Inbox::give(Kind kind, const Action& news) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = verdicts_.find(news.key);
   if (found == verdicts_.end()) return;  // the caller was interrupted, and called `forget`
-  found->second = encode(kind, news);
+  found->second = packed(kind, news);
   changed_.notify_all();
 }
 

@@ -83,7 +83,7 @@ int ps_control_meet(std::int64_t handle, const char* members, std::uint64_t size
 // A negative timeout cancels the agreement. -EEXIST: it is running. Needs a later `ps_control_forget`.
 int ps_control_call(std::int64_t handle, const char* purpose, std::uint32_t attempt, const std::uint64_t* members,
                     int count, const char* value, std::uint64_t size, double timeout_s, std::uint64_t* digest) try {
-  *digest = Core::digest_of({members, members + count});
+  *digest = digest_of(std::vector<Proc>(members, members + count));
   const auto stay = find_stay(handle);
   if (stay != nullptr && timeout_s >= 0 && !stay->inbox.expect({*digest, purpose, attempt})) return -EEXIST;
   return post_event(handle, timeout_s < 0 ? Event::kCancel : Event::kCall, [&](Event* event) {

@@ -45,22 +45,19 @@ Parser::Result Parser::next(Hello* hello, Frame* frame) {
     offset_ += kHelloBytes;
     return Result::kHello;
   }
-  if (rest().size() < kHeadBytes) {
+  const auto wait = [&] {
     buffer_.erase(0, offset_);
     offset_ = 0;
     return Result::kNeedsMore;
-  }
+  };
+  if (rest().size() < kHeadBytes) return wait();
   const auto size = reader.number<std::uint32_t>();
   const auto version = reader.number<std::uint16_t>();
   const auto kind = reader.number<std::uint16_t>();
   malformed_ = size > most_body_bytes_ || version != kVersion || kind < static_cast<int>(FrameKind::kNonce) ||
                kind > static_cast<int>(FrameKind::kStoreReply);
   if (malformed_) return Result::kMalformed;
-  if (rest().size() < kHeadBytes + size) {
-    buffer_.erase(0, offset_);
-    offset_ = 0;
-    return Result::kNeedsMore;
-  }
+  if (rest().size() < kHeadBytes + size) return wait();
   frame->kind = static_cast<FrameKind>(kind);
   frame->world = reader.number<std::uint64_t>();
   frame->from = reader.number<Proc>();

@@ -182,6 +182,19 @@ auto put(Sink* sink, const List<T...>& values) -> decltype(values.begin(), void(
   for (const auto& value : values) put(sink, value);
 }
 
+template <typename... T>
+Bytes packed(const T&... values) {
+  Writer writer;
+  (put(&writer, values), ...);
+  return writer.take();
+}
+template <typename... T>
+std::uint64_t digest_of(const T&... values) {
+  Digest digest;
+  (put(&digest, values), ...);
+  return digest.value();
+}
+
 template <typename T>
 void get(Reader* reader, T* value) {
   if constexpr (std::is_same_v<T, bool>) *value = reader->number<std::uint8_t>() != 0;

@@ -54,11 +54,7 @@ enum class StoreCall : std::uint8_t {
   kCancel  // ends kGet or kWait; no reply if that was answered
 };
 
-inline Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) {
-  Writer writer;
-  put(&writer, std::tie(code, parts));
-  return writer.take();
-}
+inline Bytes encode_store(std::uint8_t code, const std::vector<Bytes>& parts) { return packed(code, parts); }
 
 inline bool decode_store(std::string_view body, std::uint8_t* code, std::vector<Bytes>* parts) {
   Reader reader(body, kMostStoreBytes, kMostParts);
