@@ -31,6 +31,7 @@ from device_communicators.routing.registry import on_operation as on_operation
 from device_communicators.routing.registry import write_record as write_record
 from device_communicators.routing.started import TensorHandle as TensorHandle
 from parallel_state import metrics as metrics
+from parallel_state.collectives.capture_stream import GraphCaptureContext as GraphCaptureContext
 from parallel_state.compile.fusion_pass import AllReduceFusionPass as AllReduceFusionPass
 from parallel_state.compile.fusion_pass import FusionReport as FusionReport
 from parallel_state.compile.fusion_pass import fuse_all_reduce_rms_norm as fuse_all_reduce_rms_norm
@@ -56,6 +57,7 @@ from parallel_state.functions.aliases import get_tensor_and_data_parallel_group 
 from parallel_state.functions.aliases import get_virtual_pipeline_model_parallel_rank as get_virtual_pipeline_model_parallel_rank
 from parallel_state.functions.aliases import get_virtual_pipeline_model_parallel_world_size as get_virtual_pipeline_model_parallel_world_size
 from parallel_state.functions.aliases import get_world_size as get_world_size
+from parallel_state.functions.aliases import graph_capture as graph_capture
 from parallel_state.functions.aliases import is_initialized as is_initialized
 from parallel_state.functions.aliases import is_pipeline_first_stage as is_pipeline_first_stage
 from parallel_state.functions.aliases import is_pipeline_last_stage as is_pipeline_last_stage
@@ -67,8 +69,6 @@ from parallel_state.functions.aliases import tensor_model_parallel_all_gather as
 from parallel_state.functions.aliases import tensor_model_parallel_all_reduce as tensor_model_parallel_all_reduce
 from parallel_state.functions.aliases import tensor_model_parallel_gather as tensor_model_parallel_gather
 from parallel_state.functions.aliases import tensor_model_parallel_reduce_scatter as tensor_model_parallel_reduce_scatter
-from parallel_state.functions.capture import GraphCaptureContext as GraphCaptureContext
-from parallel_state.functions.capture import graph_capture as graph_capture
 from parallel_state.functions.getters import *
 from parallel_state.functions.recovery import reinitialize as reinitialize
 from parallel_state.functions.tracing import trace as trace

@@ -37,13 +37,6 @@ def call_in_words(context: Any, operation: Operation) -> str:
 WAITS: dict[int, tuple[Any, Operation]] = {}
 
 
-def end_wait(thread: int, before: tuple[Any, Operation] | None) -> None:
-    if before is None:
-        del WAITS[thread]
-    else:
-        WAITS[thread] = before
-
-
 class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs more)
     __slots__ = ("_before", "_thread", "_wait")
 
@@ -55,7 +48,10 @@ class waiting_for:  # noqa: N801  (as contextlib's; a generator would take 1 µs
         self._before, WAITS[self._thread] = WAITS.get(self._thread), self._wait
 
     def __exit__(self, *_: object) -> None:
-        end_wait(self._thread, self._before)
+        if self._before is None:
+            del WAITS[self._thread]
+        else:
+            WAITS[self._thread] = self._before
 
 
 def group_key(context: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from device_communicators.base.errors import InvalidArgumentError
 from device_communicators.base.host_calls import OUTSIDE, host_call
 from parallel_state import state
+from parallel_state.collectives.capture_stream import GraphCaptureContext, side_stream
 from parallel_state.groups.coordinator import GroupCoordinator
 
 
@@ -240,6 +243,21 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
     if not state.model_parallel_is_initialized():
         return tensor_dict
     return state.get_tp_group().broadcast_tensor_dict(tensor_dict, src)
+
+
+@contextmanager
+@host_call(OUTSIDE)
+def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
+    """Prepares the tp and pp groups for CUDA graphs that the body captures.
+
+    The body runs on a side stream, which waits for the current stream. On the CPU the context has no effect. `device`
+    is by default the tp group's. Every rank of both groups must enter this context.
+    """
+    tp, pp = state.get_tp_group(), state.get_pp_group()
+    where = tp.device if device is None else torch.device(device)
+    neighbours = sorted({(pp.rank_in_group + step) % pp.world_size for step in (-1, 1)} - {pp.rank_in_group})
+    with side_stream(where) as context, tp.graph_capture(context), pp.graph_capture(context, peers=neighbours):
+        yield context
 
 
 @host_call(OUTSIDE)

@@ -24,13 +24,14 @@ import torch.distributed as dist
 from device_communicators.base.errors import GroupNotInitializedError
 from device_communicators.routing.registry import routes
 from parallel_state import state
+from parallel_state.collectives import capture_stream
+from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.errors import NotInitializedError, as_assertion
 from parallel_state.compat.tables import absent, collect, forward, named, reasons
 from parallel_state.compat.vllm import group, message_queue, stateless, utils
 from parallel_state.compat.vllm.group import GroupCoordinator
 from parallel_state.compat.vllm.utils import parallel_config
-from parallel_state.functions import aliases, capture
-from parallel_state.functions.capture import GraphCaptureContext
+from parallel_state.functions import aliases
 from parallel_state.groups import same_node
 from parallel_state.state import model_parallel_is_initialized
 
@@ -52,7 +53,7 @@ _NAMES = {
     group: "GroupCoordinator Handle",
     message_queue: "MessageQueue",
     stateless: "*",
-    capture: "GraphCaptureContext",
+    capture_stream: "GraphCaptureContext",
 }
 globals().update(collect(_NAMES))
 
@@ -248,7 +249,7 @@ for _fact, _find in {
 
 
 def graph_capture(device: torch.device) -> AbstractContextManager[GraphCaptureContext]:
-    return capture.graph_capture(device)
+    return aliases.graph_capture(device)
 
 
 for _method in ("all_reduce", "all_gather", "reduce_scatter", "gather"):
