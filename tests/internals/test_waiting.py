@@ -90,7 +90,7 @@ def test_a_rank_that_the_kernel_is_ending_is_named_with_one_that_has_ended() -> 
         while Path(f"/proc/{other.pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2][0] != "Z":
             time.sleep(0.01)
         watcher.listen(native.load(), LOOPBACK)
-        watcher._pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would report the exit
+        watcher.pids = {2: killed.pid, 3: other.pid}  # without pidfds, which would report the exit
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(4), 0)] == [1]
         killed.kill()
@@ -107,7 +107,7 @@ def test_a_rank_that_has_ended_is_named_before_the_watching_thread_says_so() -> 
     with subprocess.Popen(["sleep", "60"]) as ended:
         watcher = Watcher()
         watcher.listen(native.load(), LOOPBACK)
-        watcher._pids = {2: ended.pid}
+        watcher.pids = {2: ended.pid}
         watcher.report(1, "has ended")
         assert [death.rank for death in watcher.await_death_of(range(3), 0)] == [1]
         ended.kill()
