@@ -412,7 +412,7 @@ WAYS = ["python", "library"]
 
 
 def take_way(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_values, "_library", codec_values._Library())
+    monkeypatch.setattr(codec_values, "_objects", [])
     if way == "library":
         try:
             native.load()
