@@ -102,7 +102,7 @@ class Step:
         return [hidden, residual, tokens]
 
     def _partial(self) -> Tensor:
-        """Returns a copy, because vLLM's all_reduce can change its input."""
+        """Returns a copy of this rank's partial sum, because vLLM's all_reduce can change its input."""
         return self.partial.clone()
 
     def run_matmuls(self) -> None:

@@ -230,7 +230,7 @@ CALL_BYTES = 512
 
 
 class CallTeam:
-    """A rank that times all_reduce. `settings["after"]`: suffix of its candidates' names."""
+    """A rank that times all_reduce. `settings["after"]`: suffix of the names of its timed calls."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         torch.set_num_threads(1)

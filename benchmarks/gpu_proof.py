@@ -61,9 +61,9 @@ SHARED = {
 
 @dataclass(frozen=True)
 class Step:
-    """Runs a script of this folder, a module (`arguments` begin with -m), or tests of tests/gpu. `dry`: arguments for a
-    dry run; if empty, the step needs a GPU. `under_mps`: with CUDA's Multi-Process Service. `shown`: characters of
-    output to print.
+    """Runs a script of this folder, a module (`arguments` begin with -m, without `script`), or pytest on `tests` of
+    tests/gpu. `dry`: arguments for a dry run; if empty, the step needs a GPU. `under_mps`: with CUDA's Multi-Process
+    Service. `shown`: characters of output to print.
     """
 
     name: str

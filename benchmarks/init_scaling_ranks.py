@@ -293,9 +293,9 @@ class CountingStore(dist.Store):
 
 class StoreOfOneRank(CountingStore):
     """A store for one process that acts as rank `rank` of `world_size`. In agreements
-    (`parallel_state.process_groups.agreement`) it answers for the absent ranks: the counter of arrived ranks
-    (`…/count`) counts all at once, and another rank's request equals this rank's. Reading any other unwritten key
-    raises LookupError.
+    (`parallel_state.process_groups.agreement`) it simulates the absent ranks. The counter of arrived ranks (`…/count`)
+    becomes `world_size` at once, and each rank's request reads as this rank's. Reading any other unwritten key raises
+    LookupError.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:

@@ -1,9 +1,9 @@
-"""Simulates ranks of a group on one GPU. A kernel *alone* is rank 0's, after all data that it waits for has arrived.
-First the other ranks' kernels run one by one with the abort word set: each stages its data, finds no peers, and exits
-without storing its epoch. Then the host writes the barrier's flags. Rank 0's kernel can repeat its call after its
-epochs are reset, so the call must fit into one epoch: see `takes_one_epoch`. NCCL and torch's symmetric memory
-(`Others`) have one rank, which gives a lower bound: processes take turns on a GPU, and a waiting kernel holds it until
-its time slice ends.
+"""Simulates ranks of a group on one GPU. In an *epoch* each kernel writes data for its peers, waits for theirs and
+reads it. A kernel *alone* is rank 0's, after all data of its peers has arrived. First each peer's kernel runs with the
+abort word set: it writes one epoch's data, finds no peers and exits. Then the host writes the barrier's flags. A call
+must fit into one epoch (`takes_one_epoch`). Rank 0's kernel can repeat it after its epoch number is reset. NCCL and
+torch's symmetric memory (`Others`) have one rank, which gives a lower bound. Processes would take turns on a GPU, and a
+waiting kernel holds it until its time slice ends.
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ class EmulatedMachine:
 
 
 class Regions:
-    """Memory of `sets` groups of `size` ranks. Each rank has its own region, so that calls need no reset in between."""
+    """Memory of `sets` groups of `size` ranks. Each set serves one call, so that several calls need no reset in
+    between.
+    """
 
     def __init__(self, machine: Machine, size: int, sets: int) -> None:
         self.machine, self.size, self.sets = machine, size, sets
@@ -130,7 +132,7 @@ class Regions:
 
     def call(self, which: int, rank: int, *, arriving: bool = False, **fields: Any) -> Call:
         """Returns the kernel argument of a rank in the set `which`. `fields`: fields of `Call`; tensors become
-        addresses. `arriving`: True for calls of `arrive`.
+        addresses. `arriving`: the kernel aborts when it waits for peers; its report is ignored.
         """
         call = Call(rank=rank, size=self.size, deadline_ns=int(DEADLINE_S * 1e9))
         for peer in range(self.size):
@@ -146,8 +148,8 @@ class Regions:
         self._epochs.fill_(EPOCH)
 
     def arrive(self, kernel: str, blocks: int, threads: int, call: Callable[[int, int], Call]) -> None:
-        """Runs the peers' kernels, which provide all data that rank 0 waits for. `call(set, rank)` returns a peer's
-        argument, made with `arriving`.
+        """Runs the kernels of rank 0's peers, which write all data that rank 0 waits for. `call(set, rank)` returns a
+        peer's argument: a `Call` with `arriving=True`.
         """
         self.clear()
         for which in range(self.sets):
@@ -157,8 +159,8 @@ class Regions:
         self.machine.clock.finish()
 
     def rewind(self, blocks: int, members: int) -> None:
-        """Resets each set, so that rank 0 can repeat its call. `members`: blocks that share a row of the norm, else 1;
-        their signals are cleared, so that they wait for each other every time.
+        """Resets rank 0's regions, so that its kernel can run again. `blocks`: thread blocks of the kernel. `members`:
+        blocks that share a row of the norm, else 1. Clears the signals between these blocks.
         """
         self._epochs[:, 0].fill_(EPOCH)
         if members > 1:
@@ -261,7 +263,7 @@ Check = Callable[[list[Tensor]], "str | None"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A call to measure. `arrive` prepares `step` calls, and `several` makes them and returns their results."""
+    """A call to measure. `arrive` prepares the memory. `several` then makes `step` calls and returns their results."""
 
     several: Callable[[], list[Tensor]]
     step: int
@@ -288,7 +290,9 @@ class KernelTeam:
     name = "peer kernels"
 
     def __init__(self, machine: Machine, size: int, modes: Sequence[str], together_bytes: int, few: bool) -> None:
-        """`together_bytes`: from this size on, also runs all ranks' kernels at once. `few`: two calls per replay."""
+        """`modes`: "eager", "graph" or both. `together_bytes`: from this size on, also runs all ranks' kernels at once.
+        `few`: two calls per replay, not FEW or MANY.
+        """
         self.machine, self.size, self.modes = machine, size, modes
         self.others: Others | None = None
         """If set, only these are measured. The caller closes them."""
@@ -391,8 +395,8 @@ class KernelTeam:
         return Kernel(name, *grid(how, nbytes, self.size, max(1, most)), 1)
 
     def _check_sum(self, how: str, found: list[Tensor]) -> str | None:
-        """Returns what is wrong, or None. Alone, a two_shot has sums in its own shards only, and its own input in the
-        others.
+        """Returns what is wrong, or None. `how`: the algorithm. If rank 0's two_shot runs alone, only rank 0's shards
+        are sums; the rest is its input.
         """
         right = torch.stack(found) == self.total
         if how == "two_shot":

@@ -158,7 +158,7 @@ def start_torch() -> tuple[int, int, Any]:
 
 
 def use_once(group: ps.GroupCoordinator) -> None:
-    """Makes the group's first calls, in which it counts its cores. Call this before cores are pinned."""
+    """Makes the group's first calls, in which ranks count their available cores. Call this before cores are pinned."""
     group.all_reduce(torch.ones(1, device=group.device))
     group.broadcast_object(0)
 

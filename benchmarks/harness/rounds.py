@@ -54,9 +54,9 @@ def measure_all(
 ) -> list[Row]:
     """Measures each case on all teams, and returns the rows. Then repeats disturbed cases for about `plan.repeat_s`.
 
-    `cases`: `most_calls` limits a case's calls per round. `keep` gets all rows after each case. `until`:
-    time.monotonic() at which all should be done; late cases get fewer rounds, but at least 3. `progress`: None shows
-    its own.
+    `cases`: values for `prepare`; an entry "most_calls" limits the calls per round. `keep` gets all rows after each
+    case. `until`: time.monotonic() at which all should be done; late cases get fewer rounds, but at least 3.
+    `progress`: default: a new one.
     """
     shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []

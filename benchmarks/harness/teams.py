@@ -100,9 +100,9 @@ class Team:
         root: Path = ROOT,
         forks: bool = True,
     ) -> None:
-        """`module`, `settings`: see worker.py. `launcher`: a command that starts all ranks of the script appended to
-        it; None: the team starts each rank. `root`: folder with both packages. `forks`: fork ranks from this process;
-        else each is an interpreter, and can import another tree.
+        """`module`, `settings`: see worker.py. `launcher`: a command such as `mpiexec -n 2 python`, to which the worker
+        script is appended; None: the team starts each rank. `root`: folder with both packages. `forks`: ranks are forks
+        of this process; else each is an interpreter, and can import another tree.
         """
         self.name = name
         self.size = size

@@ -426,10 +426,10 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Traces `op` in `mode`. The other arguments are those of `__torch_dispatch__`.
+    """Adds `op` to AOTAutograd's graph. Other arguments: see `FunctionalTensorMode.__torch_dispatch__`.
 
-    Ops that must keep their order write a tensor, the argument `token`. It is replaced by the graph's own copy, because
-    a write to the caller's token would mutate the graph's input.
+    An op that must keep its order writes a tensor: its argument named `token`. The graph's own copy replaces this
+    tensor, because a write to the caller's token would mutate the graph's input.
 
     Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
     relative to its own collectives.
@@ -500,8 +500,8 @@ def in_forward_mode() -> bool:
 
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Calls `apply` for the innermost torch.func transform only. Otherwise torch would reject functions that have no
-    vmap rule.
+    """Calls `apply` of a `SingleLevelFunction` for the innermost torch.func transform only. Otherwise torch would
+    reject functions that have no vmap rule.
     """
     from torch._functorch.utils import enable_single_level_autograd_function
 

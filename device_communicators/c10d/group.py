@@ -245,8 +245,8 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Creates a group of this rank alone, for a `c10d::Window`. Returns the compiled library's path and the group's
-        number in it.
+        """Creates a group of this rank alone, for a `c10d::Window`. Returns the path from which C++ loads the library,
+        and the group's number in it.
         """
         if self._alone is None:
             self._alone = group_of_one(self.context)
@@ -458,7 +458,9 @@ def lost_store(
     what: str,
     started: float,
 ) -> CommunicationError:
-    """Returns the error of `what`, a creation of the group, that failed by `error` of its store."""
+    """Returns the error for a failed creation of a group, after `error` of its store. `what`: the creation's name.
+    `started`: its start, by time.monotonic().
+    """
     kind, why, suspects = world.watcher.explain_lost_store(store, error, ranks)
     elapsed_s = time.monotonic() - started
     text = (

@@ -51,8 +51,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Returns the values of `x` in a dtype that the transports can reduce, and the op for that dtype. The third value
-    is `x` if the result must be copied into `x`, else None.
+    """Converts `x` to a dtype that the transports can reduce. Returns the converted tensor, the op for it, and `x` if
+    the result must be copied back into `x`, else None.
     """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
@@ -142,7 +142,7 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize(normed: Tensor, *scale: Tensor) -> tuple[Tensor, ...]:
-    """Quantizes by `scale`, or else by row; then the scales are returned, too."""
+    """Quantizes to float8 by `scale`. Without `scale`, also returns the scales that it computes by row."""
     return (static_fp8_quant(normed, *scale),) if scale else dynamic_per_token_fp8_quant(normed)
 
 

@@ -228,8 +228,8 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the UserCall of the method `operation`, whose arguments are `args`. `tensor`: its input. `method`: the
-    name that the user called, or "" for the same. `dim` is used if `args` contain no dim.
+    """Returns the `UserCall` of a communicator's method `operation`, called with `args`. `tensor`: its input. `method`:
+    the name that the user called, or "" to derive it from `operation`. `dim`: used if `args` contain no dim.
     """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):

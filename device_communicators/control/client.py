@@ -1,5 +1,5 @@
-"""Sends requests to a control plane: to its key-value store, or to the Python code of its process. Doesn't import
-torch, so that `debug --live` starts fast.
+"""Sends requests to a control plane's key-value store, or to the Python code in the control plane's process. Doesn't
+import torch, so that `debug --live` starts fast.
 """
 
 from __future__ import annotations

@@ -423,8 +423,9 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits for the decision of the agreement that `key` identifies in C++. Waits in the calling thread, so that
-        slow callbacks can't delay it. Calls `cancel` once after `give_up()` returns True. `what`: name for errors.
+        """Waits for an agreement's result in the calling thread, so that slow callbacks can't delay it. `key`:
+        identifies the agreement in C++. Calls `cancel`, which ends the agreement, once after `give_up()` returns True.
+        `what`: name for errors.
         """
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:

@@ -88,7 +88,7 @@ class ControlStore(dist.Store):
         self._ask(_SET, [key, value])
 
     def hold(self, key: str, value: str | bytes) -> None:
-        """Sets `key` until this process exits or closes the store. The server then replaces the key by gone/KEY.
+        """Sets `key` until this process exits or closes the store. The server then renames `key` to `"gone/" + key`.
 
         `delete_key` removes both keys. Key and value together have at most 64 KiB.
         """

@@ -91,9 +91,7 @@ def _control_bytes(readers: int) -> int:
 
 
 class Channels:
-    """This rank's ends of its group's message queues. Thread-safe. Owns the C++ object at address `liveness`, which
-    ends waits when a rank dies. `spin_ns`, `yields`: see `wait_policy`.
-    """
+    """This rank's ends of its group's message queues. Thread-safe."""
 
     def __init__(
         self,
@@ -105,6 +103,9 @@ class Channels:
         yields: int,
         group: int = 0,
     ) -> None:
+        """Owns the C++ object at address `liveness`, which ends waits when a rank dies. `spin_ns`, `yields`: see
+        `wait_policy`.
+        """
         self.members = members
         self._group = group
         self._broadcasts = c_uint64(0)

@@ -100,8 +100,8 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if the memory domains are at most 64 blocks of equally many consecutive ranks. The reduction
-        TREE_SUM needs this.
+        """Returns True if sums in tree order (TREE_SUM) are possible: with at most 64 memory domains, of equally many
+        consecutive ranks.
         """
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
         blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
@@ -118,10 +118,10 @@ class HostMemory:
     ) -> None:
         """Maps memory for the ranks that can share it, and connects the others by TCP. All ranks must call this.
 
-        The deadline is the earliest of the group's timeout, the start-up timeout and `limit_s`. The exit of a rank in
-        `watched`, by default the group's ranks, ends the wait. `cpu_group`: a gloo group, needed without a control
-        plane. `purpose`: name of this call, equal on all ranks. Raises errors of `Watcher.gather` and `connect`, and
-        ConfigMismatchError if ranks' settings differ.
+        Ends at the group's timeout, the start-up timeout or `limit_s`, or when a rank of `watched` (default: the
+        group's ranks) exits. `watcher`: its control plane exchanges the ranks' data; without one, the gloo group
+        `cpu_group` does. `purpose`: name of this call, equal on all ranks. Raises errors of `Watcher.gather` and
+        `connect`, and ConfigMismatchError if ranks' settings differ.
         """
         if self.attached:
             return

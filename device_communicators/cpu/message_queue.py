@@ -64,8 +64,8 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Returns the pairs (address, size) of `more_head` (see `Message`) and of the non-empty `tensors`, packed for C++,
-    and the number of pairs. None: no pairs.
+    """Packs the address and size of each part of `more_head`, further bytes of the message's head, and of the non-empty
+    `tensors`. Returns these pairs for C++, or None if empty, and their number.
     """
     flat: list[int] = []
     if isinstance(more_head, Pinned):

@@ -376,7 +376,7 @@ def find_or_compile(recipes: Sequence[Recipe], unfit: str = "") -> list[tuple[Pa
 def _find_or_compile(recipe: Recipe, unfit: str, announced_with: Sequence[Recipe] | None) -> tuple[Path | None, str]:
     """See `find_or_compile`.
 
-    `announced_with`: recipes that other threads compile now. The log says how long all take; None logs nothing.
+    `announced_with`: all recipes compiled at this time; a warning gives their expected duration. None: no warning.
     """
     found, flaw = _find(recipe, unfit)
     if found is not None:
@@ -406,9 +406,9 @@ def _compile(
     announced_with: Sequence[Recipe] | None,
     unfit: str,
 ) -> tuple[Path | None, str]:
-    """Compiles `recipe`. Writes the reason of a failure to the file of `lock`, which the caller must hold. Instead of
-    compiling, returns a reason in that file if it was written after `asked_s` - 60 s. `announced_with`, `unfit`: see
-    `_find_or_compile`.
+    """Compiles `recipe`; returns as `find_or_compile`. Writes the reason of a failure to the file of `lock`, which the
+    caller must hold. If a compile failed in the 60 s before `asked_s` or later, returns its reason instead. `asked_s`:
+    when this process requested the lock. `announced_with`, `unfit`: see `_find_or_compile`.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:

@@ -115,8 +115,8 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """Keys, dtypes and shapes of a dict's CPU tensors, which sender and receiver know in advance. `entries`: number of
-    entries in the whole dict.
+    """Keys, dtypes and shapes of a dict's CPU tensors, known before a message from a `TensorDictSpec`. `entries`:
+    number of all entries, also those that aren't tensors.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    The fields are functions. A function for one peer first takes the group's key (see `NativeGroup.serve`), the peer's
-    rank, and the method's index in TRANSFERS. A function for broadcasts first takes the key and `UserCall.word`.
-    Functions that don't return a message return an `Outcome`.
+    The fields are functions. Those for one peer first take the group's key (see `NativeGroup.serve`), the peer's rank,
+    and the method's index in `user_call.TRANSFERS`. Those for broadcasts first take the key and `UserCall.word`.
+    Functions that don't return a message return an `Outcome` (csrc/messages.h).
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -191,8 +191,8 @@ class PlainObjects:
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes `value`; `packed` then returns the result. Returns False if Python must encode `value`, or if its
-        body exceeds `limit` bytes. `cut`: how tensors are sliced, by default not at all.
+        """Encodes `value`; `packed` then returns the result. Returns False if only Python can encode `value`, or if the
+        result without tensor data exceeds `limit` bytes. `cut`: how tensors are sliced, by default not at all.
         """
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)
@@ -244,8 +244,8 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns the struct with which C++ reads Python objects, and the objects that it borrows. Arguments: see
-    `PlainObjects`.
+    """Returns Python's and torch's functions, types and offsets for C++, and the arrays to which this struct points.
+    Arguments: see `PlainObjects`.
     """
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))

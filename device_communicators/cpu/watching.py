@@ -64,12 +64,13 @@ def meet(
     limit_s: float = float("inf"),
     call: str = "",
 ) -> list[str]:
-    """Exchanges `note`: a problem of this rank, `rank`, that prevents watching, or "". Each of the global `ranks` must
-    call this. Returns all notes. If all are empty, `watcher` starts to watch the ranks.
+    """Starts to watch the global `ranks`, unless a rank passes a `note`: why it can't be watched. Each of these ranks
+    must call this. Returns all notes.
 
-    `store`: must have a prefix that only this call uses. `address`: see `listen`. `caller`: function named in errors.
-    `call`: arguments that must be equal on all ranks. Raises RendezvousError with the missing ranks, PeerDiedError if
-    the rank that serves the store exited, or CallsDifferError at most 20 ms after two ranks passed different `call`s.
+    `store`: must have a prefix that only this call uses. `rank`: this rank. `address`: see `listen`. `caller`: function
+    named in errors. `call`: arguments that must be equal on all ranks. Raises RendezvousError with the missing ranks,
+    or PeerDiedError if the rank that serves the store exited. Raises CallsDifferError at most 20 ms after two ranks
+    passed different `call`s.
     """
     limit_s, pid = min(limit_s, settings.START_TIMEOUT_S.get()), os.getpid()
     own = Place(socket.gethostname(), namespace_id("net"), process_domain(), pid, start_time(pid), None)

@@ -109,8 +109,8 @@ class FailureDomain:
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: the domain's name, equal on all its ranks; "" for the whole world. `is_root`: True if sub-groups get
-        failure domains of their own.
+        """`root`: the domain's name, equal on all its ranks; "" for the whole world. `is_root`: True if a sub-group
+        gets a new failure domain; else it keeps this one.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -432,13 +432,13 @@ class Watcher:
         """Exchanges records between `ranks` (global) and returns them in the order of `ranks`. Each of these ranks
         calls this.
 
-        The n-th calls with the same purpose and ranks form one exchange. All return the same records or raise for the
-        same reason, with one exception. Raises:
+        The n-th calls with the same purpose and ranks form one exchange. Unless messages arrive late, all return the
+        same records or raise for the same reason:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError, caused by an UnmetError, if ranks left or haven't called this in time. The exception:
-          if ranks called this but their answers don't arrive in time, other ranks perhaps return the records. This rank
-          isn't reported as failed, so the program can still call `reinitialize`;
+        - CollectiveTimeoutError, caused by an UnmetError, if ranks left or haven't called this in time. If ranks called
+          this but their messages arrive late, other ranks perhaps return the records. This rank isn't reported as
+          failed, so the program can still call `reinitialize`;
         - ControlError if there is neither a control plane nor `gloo`, a gloo group of `ranks`.
 
         `what` begins an error's text; `group` and `operation` are the error's attributes.
@@ -554,8 +554,8 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records the `Death` of a rank with these fields, and calls `on_death`. Ignores later reports about the rank,
-        unless only the later report is `certain`.
+        """Records a rank's `Death`, whose fields the arguments are, and calls `on_death`. Ignores a later report about
+        the rank, except a `certain` one after an uncertain one.
         """
         with self._news:
             known = self._deaths.get(rank)

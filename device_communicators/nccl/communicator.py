@@ -92,10 +92,10 @@ class NcclCommunicator(Communicator):
         return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates and tests the group's NCCL communicator. If `divisible`, keeps what `divide` needs. Every rank calls
-        this. Idempotent.
+        """Creates and tests the group's NCCL communicator. If `divisible`, keeps a communicator that `divide` splits
+        for sub-groups. Every rank calls this. Idempotent.
 
-        Raises ConfigMismatchError if versions of NCCL differ, and GroupNotInitializedError during a CUDA graph capture.
+        Raises ConfigMismatchError if NCCL versions differ, and GroupNotInitializedError during a CUDA graph capture.
         """
         context, started = self.context, time.monotonic()
         with self._making:

@@ -75,8 +75,8 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Creates the communicators of "send" and "recv" by `meet`. Sends a byte in each direction by `transfer`,
-        because NCCL's first transfer blocks the host. Then starts queued transfers.
+        """Stores the communicators that `meet` creates, by "send" and "recv". Sends a byte in each direction with
+        `transfer`, because NCCL's first transfer blocks the host. Then starts queued transfers.
         """
         try:
             self.handles = meet()

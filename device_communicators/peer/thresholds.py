@@ -48,9 +48,9 @@ class Conditions:
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds(Conditions):
-    """Largest message in bytes for each algorithm and operation, under these conditions. 0 disables the algorithm or
-    operation. `own_nccl`: True if this library's NCCL communicators were faster than torch's. `proven_calls`: test
-    calls, with random delays, that returned correct results.
+    """Largest message in bytes for each all_reduce algorithm and other operation of the peer-memory kernels; 0: none.
+    Valid under the base class's conditions. `own_nccl`: True if this library's NCCL communicators were faster than
+    torch's. `proven_calls`: test calls that returned correct results.
     """
 
     push: Count
@@ -190,7 +190,9 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns the reason why `setting`, which is `auto`, disables its communicator on this rank, or None."""
+    """Returns the reason if this rank's GPU has no measured thresholds, else None. `setting` requires them by its value
+    `auto`.
+    """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
     except SettingError as error:

@@ -104,7 +104,9 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Returns this rank's slice of the ranks' `flat`, reduced in rank order. `lengths`: of each rank's slice."""
+        """Reduces all ranks' `flat` in rank order, and returns this rank's slice. `lengths[r]`: length of rank r's
+        slice.
+        """
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))
         self.flat_all_to_all(blocks.view(-1), flat, [mine] * size, lengths)

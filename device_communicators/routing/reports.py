@@ -114,8 +114,8 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns the earliest call in `reports` and the ranks that completed the call. Returns None unless all these ranks
-    are in the same next call.
+    """Returns the report with the lowest number, and the ranks that completed this call. Returns None unless these
+    ranks are all in the same call, the next one.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -191,8 +191,8 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns a report for each rank's call of the lowest number in `reports`: a rank in the next call has reported
-    that one as its previous call. If such a call is unknown for a rank, returns `reports` unchanged.
+    """Returns a report of each rank's call with the lowest number in `reports`. For a rank in the next call, this is
+    its previous call. Returns `reports` unchanged if a rank's call is unknown.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

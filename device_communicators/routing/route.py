@@ -293,7 +293,7 @@ class Route:
         dim: int = -1,
     ) -> Handle:
         """Starts an operation and returns its handle. `part_of`, `method`: see `run`. If `part_of` is given, the caller
-        must count the call. `dim`: the call's dim, if `args` contain none.
+        must call `count(part_of)`. `dim`: the call's dim, if `args` contain none.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):

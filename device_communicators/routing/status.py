@@ -238,8 +238,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns further ranks to ask: one near each rank of `asked` whose process neither this rank nor another rank
-        of `asked` can watch.
+        """Returns further ranks to ask, which can watch processes of `asked` by PID. Omits processes that this rank or
+        an asked rank can watch.
         """
         helpers: list[int] = []
         for rank in asked:
