@@ -6,12 +6,11 @@
 The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is as fast
 as these cores, unless `--rate` limits each host's sending rate. Answers are checked first. Ours and gloo alternate by
 round. The slowest rank's time counts; `us` is the median of rounds, `ratio` the median of gloo's time divided by ours.
-`sent` and `packets` count what host 0 sends in one call. Quote ratios, because the cores also do the network's work.
+`sent` and `packets` are bytes and packets that host 0 sends in one call.
 
-`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as its own job (`hosts_mpi.py`) on the same
-hosts, after the others. Open MPI has no bfloat16 and sums int16, which is cheaper. Open MPI and Intel MPI are set to
-yield while they wait, because ranks may share a core; MPICH does so by default. Between hosts, Intel MPI needs
-libfabric (Debian: libfabric1), which its wheel lacks.
+`--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as its own job (`hosts_mpi.py`), after the
+others. Open MPI has no bfloat16 and sums int16, which is cheaper. MPI ranks yield while they wait, because they may
+share a core. Between hosts, Intel MPI needs libfabric (Debian: libfabric1), which its wheel lacks.
 """
 
 from __future__ import annotations

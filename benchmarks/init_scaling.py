@@ -4,7 +4,7 @@
 
 A. Times real ranks over gloo, forks of this process: init, groups, and first all_reduces, with checked sums. Ours
    alternates with `new_group` of every list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The
-   slowest rank's time of each step counts. Another run, which isn't timed, counts store operations.
+   slowest rank's time of each step counts. An untimed run counts store operations.
 B. One process acts as one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process
    groups, store operations, and milliseconds; also of Megatron-core, if it is installed.
 
@@ -254,7 +254,7 @@ class Report(NamedTuple):
 
 def preload(deadline: float) -> list[str]:
     """Imports the modules that ranks use, and returns their names. Otherwise imports would dominate the time of many
-    forks on few cores.
+    forks.
     """
     division = Division("dense", 2, {"tp": 2})
     names: dict[str, None] = {}

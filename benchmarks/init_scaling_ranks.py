@@ -112,9 +112,8 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 
 def enter_own_network() -> bool:
-    """Moves this process into a network namespace of its own; returns False if this isn't permitted. TCPStore resolves
-    the name of its own address. With an unresponsive name server this takes 5 s or more for some ranks, from about 28
-    ranks on; without a network it fails at once.
+    """Moves this process into a new network namespace; returns False if this isn't permitted. TCPStore resolves its
+    address's name. With an unresponsive name server this can take 5 s or more; without a network it fails at once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
@@ -231,8 +230,8 @@ def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
 
 
 class CountingStore(dist.Store):
-    """Counts operations on a store, including gloo's from C++. An operation on k keys counts once. Messages by which a
-    `TCPStore` connects don't count.
+    """Counts operations on a store, including gloo's from C++. An operation on k keys counts once. A `TCPStore`'s
+    messages at connection don't count.
     """
 
     def __init__(self, inner: dist.Store) -> None:

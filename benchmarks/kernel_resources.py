@@ -2,7 +2,7 @@
 
     python benchmarks/kernel_resources.py [--save results/kernel_resources.json]
 
-Needs NVRTC (`pip install parallel-state[cuda]`) but no GPU. Doesn't measure speed.
+Needs NVRTC (`pip install parallel-state[cuda]`) but no GPU.
 """
 
 from __future__ import annotations

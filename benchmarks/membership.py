@@ -1,19 +1,18 @@
-"""Times groups whose members change: a rank is lost, the others go on without it, another one joins.
+"""Times changes of a group's members: a rank exits, the others continue without it, a new process joins.
 
     python benchmarks/membership.py                        4 -> 3 -> 4 ranks, 20 rounds: a minute; needs torch >= 2.15
 
-In this library's rounds, a random rank is killed by SIGKILL in the middle of traffic, and the survivors' errors must
-name it. `first right collective` is the time from the SIGKILL until the last survivor has a right result in the new
-group.
+`SIGKILL` rounds, of this library only, kill a random rank during traffic. The survivors' errors must name it. `first
+right collective` is the time from the SIGKILL until the last survivor has a right result in the new group.
 
-After a SIGKILL, gloo's survivors would wait until their timeouts. In gloo's rounds, and in further rounds of this
-library, all ranks instead abort the group between two calls, and one exits. Times count from the abort. All ranks then
-call reconfigure at the same moment. gloo's handles change each time, so its ranks exchange them through files. This
-exchange and the wait for the moment aren't timed.
+After a SIGKILL, gloo's survivors would wait until their timeouts. Therefore `abort` rounds, of gloo and this library,
+abort the group on all ranks between two calls, and one rank exits. Times count from the abort. All ranks then call
+reconfigure at the same moment. gloo's ranks first exchange new handles through files. This exchange and the wait for
+the moment aren't timed.
 
-`reconfigure` is the call that makes the group of the survivors, `join` the one that adds a waiting process. The slowest
-rank's time counts. Candidates take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off
-(TORCH_FR_DUMP_ON_TIMEOUT=0): to write files, a survivor would import torch's compiler, which takes seconds.
+`reconfigure` creates the survivors' group, `join` adds a waiting process. The slowest rank's time counts. Candidates
+take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off (TORCH_FR_DUMP_ON_TIMEOUT=0): to
+write files, a survivor would import torch's compiler, which takes seconds.
 """
 
 from __future__ import annotations

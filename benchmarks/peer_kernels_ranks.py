@@ -2,8 +2,7 @@
 reads it. A kernel *alone* is rank 0's, after all data of its peers has arrived. First each peer's kernel runs with the
 abort word set: it writes one epoch's data, finds no peers and exits. Then the host writes the barrier's flags. A call
 must fit into one epoch (`takes_one_epoch`). Rank 0's kernel can repeat it after its epoch number is reset. NCCL and
-torch's symmetric memory (`Others`) have one rank, which gives a lower bound. Processes would take turns on a GPU, and a
-waiting kernel holds it until its time slice ends.
+torch's symmetric memory (`Others`) have one rank, a lower bound: see SEVERAL_RANKS.
 """
 
 from __future__ import annotations
@@ -116,9 +115,7 @@ class EmulatedMachine:
 
 
 class Regions:
-    """Memory of `sets` groups of `size` ranks. Each set serves one call, so that several calls need no reset in
-    between.
-    """
+    """Memory of `sets` groups of `size` ranks. Each set serves one call, so that several calls need no reset."""
 
     def __init__(self, machine: Machine, size: int, sets: int) -> None:
         self.machine, self.size, self.sets = machine, size, sets

@@ -1,13 +1,12 @@
-"""Times windows between two ranks of a host, beside send and recv, and a plain copy; and between two hosts.
+"""Compares windows with send and recv, and with a plain copy, between two ranks of one host or of two hosts.
 
     python benchmarks/windows.py                         two minutes; --json FILE has all samples
     python benchmarks/windows.py --hosts                 between two hosts, which are namespaces here: needs root
 
-`8 KiB there and back` compares a put with its signal and wait_signal to send and recv: half of a ping-pong's time. In
-`apart`, `put` and `signal` are two calls. `16 MiB` compares a put to the C library's memcpy in the same memory, while
-the other rank doesn't use it. Both are timed by the thread's CPU time, which other programs change less. Results are
-checked first. Candidates take turns; a row has the medians of the rounds, and their ratio. Between hosts both sizes go
-there and back.
+`8 KiB there and back` is half the time of a ping-pong, by put with a signal and wait_signal, or by send and recv. In
+`apart`, `put` and `signal` are two calls. `16 MiB` compares a put with memcpy into the same memory, by the thread's CPU
+time, which other programs change less. Between hosts, 16 MiB are a ping-pong, too. Results are checked first.
+Candidates take turns; a row has the medians of the rounds, and their ratio.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Compares this tree with another commit (`report.py --against COMMIT`), by this tree's benchmark in alternating
-rounds. A ratio is that of the medians; its interval is a 95 % percentile bootstrap over pairs of rounds.
+"""Compares this tree with another commit (`report.py --against COMMIT`): this tree's benchmark runs on both, in
+alternating rounds. A ratio divides the medians; its interval is a 95 % percentile bootstrap over pairs of rounds.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class Bench:
 
     def _measure(self, stage: Stage, later_s: float) -> None:
         """Measures a stage. Adds each row at once, so that an interrupted run keeps its rows. `later_s`: expected time
-        of later stages, which get a proportional part of the time left.
+        of later stages; the time left is divided in proportion.
         """
         before = list(self.findings.rows)
 

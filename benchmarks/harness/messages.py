@@ -201,8 +201,8 @@ TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
-    """Makes the sender wait until all readers are ready, by counts in shared memory. The sender sleeps between polls,
-    to take no core from a reader.
+    """Makes the sender wait until all readers are ready, by counters in shared memory. The sender sleeps between polls,
+    to leave the core to a reader.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:

@@ -107,7 +107,7 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
 
 
 class Ranks(GroupTeam):
-    """Measures each way in each mode as a candidate. All candidates have the same input."""
+    """Measures each `Way` in each mode (eager, compiled, graph), with the same input."""
 
     def __init__(self, group: ps.GroupCoordinator, modes: Sequence[str]) -> None:
         super().__init__(group)

@@ -56,7 +56,7 @@ def measure_all(
 
     `cases`: values for `prepare`; an entry "most_calls" limits the calls per round. `keep` gets all rows after each
     case. `until`: time.monotonic() at which all should be done; late cases get fewer rounds, but at least 3.
-    `progress`: default: a new one.
+    `progress`: by default a new one.
     """
     shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []

@@ -501,7 +501,7 @@ def in_forward_mode() -> bool:
 
 def apply_in_level(apply: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Calls `apply` of a `SingleLevelFunction` for the innermost torch.func transform only. Otherwise torch would
-    reject functions that have no vmap rule.
+    reject functions without a vmap rule.
     """
     from torch._functorch.utils import enable_single_level_autograd_function
 

@@ -154,8 +154,8 @@ class Channels:
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """Returns the queue from `src` to this rank, or with `broadcast` from `src` to all others.
-        `kind`: TENSORS or MESSAGES.
+        """Returns the queue from `src` to this rank, or if `broadcast`, from `src` to all other ranks. `kind`: TENSORS
+        or MESSAGES.
         """
         key = (src, kind | KINDS if broadcast else kind)
         place = src, None if broadcast else self.members.rank, kind

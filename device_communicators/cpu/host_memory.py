@@ -1,8 +1,8 @@
 """Finds the ranks of a group that can share memory, and allocates this memory.
 
 Each rank creates an empty file in shared memory, a *segment*, with a random name. Ranks that can open the file share
-memory. All ranks of a host use the segment of the host's lowest rank. Each rank allocates
-its own buffers in this segment, on its own NUMA node. Then all names are removed.
+memory. All ranks of a host use the segment of the host's lowest rank. Each rank allocates its own buffers in this
+segment, on its own NUMA node. Then all names are removed.
 
 The ranks that use one segment are a *memory domain*. Collectives treat a memory domain as a host.
 """
@@ -53,8 +53,6 @@ def prepare() -> None:
 
 
 class HostMemory:
-    """A group's shared memory and connections."""
-
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
         """`neighbours`: core masks of all ranks on this host, if some are outside of the group."""
         self.members = members
@@ -100,8 +98,8 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if sums in tree order (TREE_SUM) are possible: with at most 64 memory domains, of equally many
-        consecutive ranks.
+        """Returns True if sums in tree order (TREE_SUM) are possible. They need at most 64 memory domains, of equally
+        many consecutive ranks; the last can be smaller.
         """
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
         blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
@@ -118,10 +116,10 @@ class HostMemory:
     ) -> None:
         """Maps memory for the ranks that can share it, and connects the others by TCP. All ranks must call this.
 
-        Ends at the group's timeout, the start-up timeout or `limit_s`, or when a rank of `watched` (default: the
-        group's ranks) exits. `watcher`: its control plane exchanges the ranks' data; without one, the gloo group
-        `cpu_group` does. `purpose`: name of this call, equal on all ranks. Raises errors of `Watcher.gather` and
-        `connect`, and ConfigMismatchError if ranks' settings differ.
+        Fails at the earliest of the group's timeout, the start-up timeout and `limit_s`, or if a rank of `watched`
+        (default: the group's ranks) exits. `watcher`: its control plane exchanges the ranks' data; without one, the
+        gloo group `cpu_group` does. `purpose`: name of this call, equal on all ranks. Raises errors of `Watcher.gather`
+        and `connect`, and ConfigMismatchError if ranks' settings differ.
         """
         if self.attached:
             return
@@ -378,9 +376,9 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates this rank's buffers in `segment`, which is mapped at `address`, on its NUMA node. `size`: number of
-    ranks. Rank 0 also allocates the rest of the mapped memory. Huge pages are mapped now, small ones at their first
-    use, which saves 0.5 ms.
+    """Allocates this rank's buffers in `segment`, mapped at `address`, on this rank's NUMA node. `size`: number of
+    ranks. Rank 0 also allocates the other mapped memory. Maps huge pages now, small ones at first use, which saves 0.5
+    ms.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -560,8 +558,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns for how many ns a waiting rank polls, and how many times it then yields its core. `group` and `everyone`
-    are core masks: of the group's ranks, and of all ranks on the host.
+    """Returns for how many ns a waiting rank polls, and how often it then yields its core. `group`, `everyone`: core
+    masks of the group's ranks, and of all ranks on the host.
 
     With more ranks than cores, ranks yield: polling would delay the awaited rank.
     """
@@ -574,5 +572,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Lengthens `wait_policy`'s polling for receivers of messages: a sleeping receiver gets a message 50 us later."""
+    """Converts `wait_policy`'s result for receivers of messages. They poll longer, because a sleeping receiver gets a
+    message 50 us later.
+    """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

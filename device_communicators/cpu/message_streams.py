@@ -80,9 +80,7 @@ class StreamReceiver(_StreamEnd):
 
     @property
     def is_held_here(self) -> bool:
-        """True if this thread is already in a transfer: a signal handler interrupted the transfer, or a decoder runs in
-        it.
-        """
+        """True in a signal handler or decoder that runs inside a transfer of this thread."""
         return self._transfers.is_inside(self._src)
 
     def check(self, operation: str = "") -> None:

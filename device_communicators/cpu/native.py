@@ -407,8 +407,8 @@ def _compile(
     unfit: str,
 ) -> tuple[Path | None, str]:
     """Compiles `recipe`; returns as `find_or_compile`. Writes the reason of a failure to the file of `lock`, which the
-    caller must hold. If a compile failed in the 60 s before `asked_s` or later, returns its reason instead. `asked_s`:
-    when this process requested the lock. `announced_with`, `unfit`: see `_find_or_compile`.
+    caller must hold. If an earlier compile failed in the 60 s before `asked_s` or later, returns its reason instead.
+    `asked_s`: when this process requested the lock. `announced_with`, `unfit`: see `_find_or_compile`.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:

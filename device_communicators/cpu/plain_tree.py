@@ -115,8 +115,8 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """Keys, dtypes and shapes of a dict's CPU tensors, known before a message from a `TensorDictSpec`. `entries`:
-    number of all entries, also those that aren't tensors.
+    """Keys, dtypes and shapes of a dict's CPU tensors, as a `TensorDictSpec` fixes them in advance. `entries`: number
+    of all entries, also those that aren't tensors.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Form:
 class PastPython:
     """Sends and receives messages in C++, without Python code (csrc/messages.h).
 
-    The fields are functions. Those for one peer first take the group's key (see `NativeGroup.serve`), the peer's rank,
-    and the method's index in `user_call.TRANSFERS`. Those for broadcasts first take the key and `UserCall.word`.
-    Functions that don't return a message return an `Outcome` (csrc/messages.h).
+    The fields are functions. Except the last four, those for one peer first take the group's key (see
+    `NativeGroup.serve`), the peer's rank, and the method's index in `user_call.TRANSFERS`. Those for broadcasts first
+    take the key and `UserCall.word`. Functions that don't return a message return an `Outcome` (csrc/messages.h).
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -191,8 +191,9 @@ class PlainObjects:
         return self.packed() if self.takes_apart(value, limit, cut) else None
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
-        """Encodes `value`; `packed` then returns the result. Returns False if only Python can encode `value`, or if the
-        result without tensor data exceeds `limit` bytes. `cut`: how tensors are sliced, by default not at all.
+        """Encodes `value`; `packed` then returns the result. Returns False if only Python can encode `value`, or if its
+        metadata (without header and tensor data) exceed `limit` bytes. `cut`: how tensors are sliced, by default not at
+        all.
         """
         slices, mine, whole = cut
         kept = None if whole is None else id(whole)

@@ -147,9 +147,9 @@ class CallsDifferError(Exception):
 
 
 class _Roll:
-    """Exchanges entries of all ranks through a store. Each rank adds its entry to the current attempt; the last one
-    writes all entries to one key. A rank that gives up closes the attempt, so a retry never reads entries of processes
-    that gave up.
+    """Exchanges entries of all ranks through a store, in attempts. Each rank adds its entry to the current attempt; the
+    last one writes all entries to one key. A rank that gives up closes the attempt, so that a retry doesn't read old
+    entries.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class _Roll:
         return found
 
     def _give_up(self) -> list[int]:
-        """Closes the last attempt. Returns the ranks that took part in no attempt, or if all did, the ranks that are
+        """Closes the last attempt. Returns the ranks that took part in no attempt, or if there are none, the ranks
         missing from the last one.
         """
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")

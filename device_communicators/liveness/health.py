@@ -554,7 +554,7 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records a rank's `Death`, whose fields the arguments are, and calls `on_death`. Ignores a later report about
+        """Records a rank's `Death` with these arguments as fields, and calls `on_death`. Ignores a later report about
         the rank, except a `certain` one after an uncertain one.
         """
         with self._news:

@@ -190,8 +190,8 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns the reason if this rank's GPU has no measured thresholds, else None. `setting` requires them by its value
-    `auto`.
+    """Returns why this rank's GPU has no measured thresholds, or None if it has. `setting`: name of the setting that
+    requires them by its value `auto`.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]

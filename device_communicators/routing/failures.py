@@ -138,7 +138,7 @@ def attributed(
     context: GroupContext, operation: str, started: float, failure: CommunicationError
 ) -> CommunicationError:
     """Waits briefly for the report of a death that explains `failure`, a broken connection. Returns the error of that
-    death. If no rank died, returns `failure`, but a PeerDiedError is replaced by a CommunicationError.
+    death. If no rank died, returns `failure`, with a PeerDiedError replaced by a CommunicationError.
     """
     watcher = context.watcher
     if watcher is None:

@@ -44,7 +44,7 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """Waits for the work in a thread, which keeps the process group alive, because freeing it now would block."""
+        """Waits for the work in a thread, which keeps the process group alive: freeing the group now would block."""
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
@@ -63,8 +63,8 @@ class Watched:
             self._last_chance(started)
 
     def _last_chance(self, started: float) -> None:
-        """Waits briefly for the work after a rank died, because that rank perhaps sent its data before. If the work
-        fails, raises the error of the death.
+        """Waits briefly for the work after a rank's death, because that rank perhaps sent its data before. Raises the
+        death's error if the work fails.
         """
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
