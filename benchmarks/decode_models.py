@@ -125,7 +125,7 @@ class Step:
         return None
 
     def _stream(self, cpu_s: float) -> None:
-        """Reads memory for `cpu_s` of CPU time. With wall time, ranks that share a core would finish at once."""
+        """Reads memory for `cpu_s` of CPU time. By wall time, ranks on one core wouldn't slow each other."""
         until = time.thread_time() + cpu_s
         while time.thread_time() < until:
             self.streamed[self.at].sum()

@@ -263,8 +263,8 @@ class Proof:
 
 
 def end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Ends a step's processes, whose environment has `token`. Interrupts `process` first, so that pytest names the
-    test.
+    """Ends all processes of a step, found by `token` in their environment. Interrupts `process` first, so that pytest
+    names the test.
     """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -352,8 +352,8 @@ def under_mps(command: Sequence[str]) -> int:
 
 
 def prepare(with_model: bool) -> int:
-    """Fills .gpu/ in a venv with the GPU machine's torch and NVRTC, so that the caches are valid there. Returns an exit
-    code. `with_model`: also the demo's model.
+    """Fills .gpu/, in a venv with the GPU machine's versions of torch and NVRTC, so that the caches are valid there.
+    `with_model`: adds the demo's model.
     """
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     venv = cache_home / "gpu-day-venv"

@@ -2,11 +2,11 @@
 
     python benchmarks/init_scaling.py                                 2 to 64 ranks, some 15 minutes on 2 cores
 
-A. Times real ranks over gloo, forks of this process: init, groups, and first all_reduces, with checked sums. Ours
-   alternates with `new_group` of every list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The
-   slowest rank's time of each step counts. An untimed run counts store operations.
-B. One process acts as one of 1,024 to 16,384 ranks, on torch's `fake` backend. Reports calls that create process
-   groups, store operations, and milliseconds; also of Megatron-core, if it is installed.
+A. Times real ranks over gloo: init, groups, and first all_reduces, with checked sums. Ours alternates with `new_group`
+   of each rank list on every rank (Megatron, vLLM), and with torch's `init_device_mesh`. The slowest rank's time of
+   each step counts. An untimed run counts store operations.
+B. One process acts as one rank in a world of 1,024 to 16,384, on torch's `fake` backend. Reports calls that create
+   process groups, store operations, and milliseconds; also of Megatron-core, if installed.
 
 Others do less: our init includes a rendezvous with a deadline, a first all_reduce and the detection of each node's
 ranks. Our groups step includes an agreement of all ranks and a final barrier.

@@ -501,8 +501,8 @@ def megatron_file() -> Path | None:
 
 
 def load_megatron() -> Any:
-    """Imports Megatron's `parallel_state` only: `megatron.core` would import dozens of unrelated modules. Its gloo
-    groups, which would wait for the missing ranks, use the default backend.
+    """Imports Megatron's `parallel_state` only: `megatron.core` would import dozens of unrelated modules. Replaces
+    gloo, which would wait for the missing ranks, by the default backend.
     """
     path = megatron_file()
     if path is None:

@@ -11,8 +11,8 @@ reconfigure at the same moment. gloo's ranks first exchange new handles through 
 the moment aren't timed.
 
 `reconfigure` creates the survivors' group, `join` adds a waiting process. The slowest rank's time counts. Candidates
-take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off (TORCH_FR_DUMP_ON_TIMEOUT=0): to
-write files, a survivor would import torch's compiler, which takes seconds.
+take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off: to write files, a survivor
+would import torch's compiler, which takes seconds.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Measures all cases. Returns True if all results were right, and on the first rank the rows, and the modes that
-    were left out, with reasons.
+    """Measures all cases. Returns whether all results were right. On the first rank, also returns the rows, and the
+    omitted modes with reasons.
     """
     config = dynamo().config  # takes seconds, which `--help` doesn't need
     for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it

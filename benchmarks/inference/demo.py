@@ -100,7 +100,7 @@ class Engine:
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
         """Returns the embeddings [texts, hidden] of the driver's batches, in the texts' order; None on other ranks.
-        Replicas take batches in turn. On the driver, `progress` gets the number of texts that have just entered the
+        Replicas take batches in turn. On the driver, `progress` gets the number of texts that just entered the
         pipelines.
         """
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)

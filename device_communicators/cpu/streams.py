@@ -18,7 +18,8 @@ def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
     """Connects all ranks. Returns the address of the C++ object that moves the data, and the connections, which the
-    caller closes after `ps_transfers_delete`. Every rank must call this. A death in `watched` ends the wait.
+    caller closes after `ps_transfers_delete`. Every rank must call this. `gather`: exchanges a record of each rank.
+    `watched`: ranks whose death ends the wait.
     """
     members, collectives = memory.members, memory.collectives
     if collectives is None:

@@ -79,8 +79,8 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
-    """Returns the error of a failed transfer, or a TransferError with `text` if the connection broke. `needs_bytes`:
-    size of a queue that couldn't be allocated, or 0. `operation`: default: send or recv.
+    """Returns the error of a failed transfer. `text`: the error's text if the connection broke (TransferError).
+    `needs_bytes`: size of a queue that couldn't be allocated, or 0. `operation`: default: send or recv.
     """
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1

@@ -109,7 +109,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """In a forked child, marks inherited routes as unusable without freeing their resources. Returns True if there are
+    """In a forked child, marks inherited routes as unusable without freeing their resources. Returns whether there are
     any.
     """
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
