@@ -24,7 +24,8 @@ from device_communicators.calls.user_call import UserCall
 from device_communicators.liveness import stacks
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.failures import died, gave_up
-from device_communicators.routing.states import MOST_ASKED, State, describe_states, group_key, state_at
+from device_communicators.routing.states import MOST_ASKED, State, describe_states
+from device_communicators.routing.waits import group_key, state_at
 
 _MOST_REPORTS = 64
 """If a group has more peers, a rank exchanges reports only with the next 32 and the previous 32 ranks."""
@@ -100,7 +101,7 @@ def add_calls(context: GroupContext, operation: Operation | None, failure: Commu
         lines = [f"global rank {rank} at {states[rank].place}" for rank in suspects if states.get(rank, State()).place]
         failure.args = (f"{failure.args[0]}. This rank called it at {'; '.join([place, *lines])}",)
     elif states:
-        failure.args = (f"{failure.args[0]}. Last known states: {'; '.join(describe_states(states, context))}",)
+        failure.args = (f"{failure.args[0]}. Last known states: {'; '.join(describe_states(states, context.name))}",)
 
 
 def _watchers_verdict(context: GroupContext, failure: CommunicationError, missing: Sequence[int]) -> CommunicationError:

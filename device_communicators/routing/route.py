@@ -65,7 +65,7 @@ from device_communicators.routing.failures import (
 )
 from device_communicators.routing.reports import add_calls, check_alike, explained, publish
 from device_communicators.routing.started import Handle
-from device_communicators.routing.states import STARTED, waiting_for
+from device_communicators.routing.waits import STARTED, waiting_for
 
 _RECENT = 8
 _MOST_CHOSEN = 4096

@@ -18,7 +18,7 @@ from device_communicators.calls.user_call import handler_error
 from device_communicators.calls.work import Work
 from device_communicators.routing import observers
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.states import waiting_for
+from device_communicators.routing.waits import waiting_for
 
 WAITED_FOR = "a started operation must be waited for on the host; start it and wait outside the compiled function"
 

@@ -24,16 +24,12 @@ from device_communicators.liveness import stacks
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import Report
-from device_communicators.routing.states import (
-    MOST_ASKED,
-    SILENT,
+from device_communicators.routing.states import MOST_ASKED, SILENT, State, describe_states, pack_answer
+from device_communicators.routing.waits import (
     STARTED,
     WAITS,
-    State,
     call_in_words,
-    describe_states,
     group_key,
-    pack_answer,
     state_at,
     state_of,
     state_without_call,
@@ -319,7 +315,7 @@ class Status:
 
         def write(states: dict[int, State]) -> None:
             awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
-            known = describe_states({rank: states[rank] for rank in awaited if rank in states}, context)
+            known = describe_states({rank: states[rank] for rank in awaited if rank in states}, context.name)
             silent = [str(rank) for rank in awaited if rank not in states]
             if silent:
                 known.append(f"the state of global rank{'s' * (len(silent) > 1)} {', '.join(silent)} is unknown")

@@ -29,7 +29,7 @@ from device_communicators.cpu.message_streams import (
 from device_communicators.cpu.plain_tree import PastPython
 from device_communicators.routing.route import Route
 from device_communicators.routing.started import Handle
-from device_communicators.routing.states import waiting_for
+from device_communicators.routing.waits import waiting_for
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.reader import Medium, Reader

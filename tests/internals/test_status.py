@@ -10,7 +10,8 @@ from device_communicators.base.member import Timeout
 from device_communicators.calls.recorder import Operation
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import add_calls
-from device_communicators.routing.states import SILENT, State, group_key
+from device_communicators.routing.states import SILENT, State
+from device_communicators.routing.waits import group_key
 from tests.internals.asked_peers import Peers
 
 HOSTS = (0, 0, 1, 1)
