@@ -158,7 +158,7 @@ void Handle::doom() {
   failed_ = true;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   failure_.status = Status::kPeerDied;
-  failure_.suspect = kOutside;
+  failure_.suspect = liveness_.loss(host_group_.rank()).rank;
   if (hosts_ != nullptr) {
     hosts_->blame_dead();
     failure_.suspect = hosts_->suspect();
