@@ -49,7 +49,7 @@ _GRACE_S = 5.0
 _SLICE_S = 0.05
 _LOOK_S = 0.4
 _MOST_MEMBERS, _MOST_DOMAINS = 4096, 512
-"""Copies of kMostMembers in csrc/frame.h and kMostDomains in csrc/core.h."""
+"""The first is a copy of kMostMembers in csrc/frame.h."""
 MOST_TOKEN_BYTES = 64
 """Maximum length of a token. HMAC-SHA-256 would hash a longer token first."""
 _ENDPOINT_AT, _ENDPOINT_BYTES = 64, 1024
@@ -281,11 +281,6 @@ class World:
         result. Raises ControlError if this process leaves the world, and ConfigMismatchError for another protocol
         version.
         """
-        if len(value) > MOST_VALUE_BYTES or len(purpose.encode()) > MOST_TEXT_BYTES:
-            raise InvalidArgumentError(
-                f"World.agree takes a purpose of at most {MOST_TEXT_BYTES} bytes and a value of at most "
-                f"{MOST_VALUE_BYTES}, but the purpose has {len(purpose.encode())} bytes and the value {len(value)}"
-            )
         ordered = sorted(set(ranks))
         if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
             raise InvalidArgumentError(

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UsageError
+from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UnsupportedError, UsageError
 from device_communicators.base.host import start_time
 from device_communicators.control.client import question
 from device_communicators.control.plane import (
@@ -422,6 +422,11 @@ def test_a_second_meet_and_a_strange_member(alone: World) -> None:
         InvalidArgumentError, match="each rank and process once, and this process among them, but got ranks"
     ):
         other.meet([Member(0, "", 1, "", alone.endpoint)], lambda change: None)
+    for ranks, hosts in ((4097, 1), (513, 513)):
+        places = [other.endpoint._replace(proc=other.endpoint.proc + rank) for rank in range(ranks)]
+        members = [Member(rank, str(rank % hosts), 1, "", place) for rank, place in enumerate(places)]
+        with pytest.raises(UnsupportedError, match=f"this one has {ranks} ranks on {hosts} hosts"):
+            other.meet(members, lambda change: None)
     other.leave()
 
 

@@ -364,14 +364,6 @@ void a_decider_that_leaves_waits_until_its_callers_have_the_verdict() {
   CHECK(missing.core.is_over());
 }
 
-void a_world_that_is_too_large_is_refused() {
-  World large(std::vector<int>(kMostDomains + 1, 1));
-  CHECK(large.find(Action::kRefuse) != nullptr);
-  CHECK(large.core.roster() == nullptr);
-  World fits(std::vector<int>(kMostDomains, 1));
-  CHECK(fits.find(Action::kRefuse) == nullptr);
-}
-
 void a_refused_call_names_its_key() {
   World world({1, 1});
   for (const auto& [members, size] :
@@ -1030,7 +1022,6 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_leaver_that_its_leads_farewell_reports_dials_nobody),
     CASE(a_leaver_publishes_a_farewell_that_arrives_meanwhile),
     CASE(a_decider_that_leaves_waits_until_its_callers_have_the_verdict),
-    CASE(a_world_that_is_too_large_is_refused),
     CASE(a_refused_call_names_its_key),
     CASE(a_call_without_a_deadline),
     CASE(a_cancelled_call_that_was_forgotten_leaves_nothing),

@@ -526,20 +526,11 @@ void Core::refuse(int connection, const char* reason) {
 
 void Core::meet(const Event& event) {
   const int me = event.roster->index_of(self_);
-  const std::size_t ranks = event.roster->members.size(), hosts = event.roster->domains.size();
-  if (roster_ != nullptr) return;
-  if (me < 0 || hosts > kMostDomains || ranks > kMostMembers) {
-    act(Action::kRefuse).bytes = me < 0 ? "this process is no member of its world"
-                                        : "a world of " + std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
-                                              " hosts is too large; start several worlds of at most " +
-                                              std::to_string(kMostMembers) + " ranks on " +
-                                              std::to_string(kMostDomains) + " hosts";
-    return;
-  }
+  if (roster_ != nullptr || me < 0) return;
   world_ = event.world;
   roster_ = event.roster;
   me_ = me;
-  watches_.assign(hosts, Watch());
+  watches_.assign(roster_->domains.size(), Watch());
   seen_.assign(own_domain().size(), now_);
   const Ends known = std::exchange(ends_, {});
   ends_digest_ = kEmptyDigest;

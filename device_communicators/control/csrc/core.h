@@ -27,7 +27,6 @@ namespace parallel_state::control {
 inline constexpr Nanos kMillisecond = 1'000'000;
 inline constexpr Nanos kSecond = 1'000 * kMillisecond;
 inline constexpr Nanos kNever = INT64_MAX;
-inline constexpr std::size_t kMostDomains = 512;
 inline constexpr std::uint64_t kEmptyDigest = 1;
 
 struct Endpoint {
