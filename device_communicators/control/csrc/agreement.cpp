@@ -11,7 +11,7 @@ namespace {
 
 // For agreements that were not called here, together.
 constexpr std::size_t kMostUncalledBytes = 32U << 20;
-// Finished agreements that are kept, even if members aren't done.
+// A finished agreement is kept until so many others began, even if members aren't done.
 constexpr std::size_t kMostKept = 256;
 // For an agreement that is known only from a decider's question.
 constexpr Nanos kAskedTime = 600 * kSecond;
@@ -109,18 +109,10 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
 
 // Members that never call would keep them forever.
 void Core::forget_rounds() {
-  std::vector<std::uint64_t> over;
-  for (const auto& [key, round] : rounds_) {
-    if (round.is_over()) over.push_back(round.number);
-  }
-  std::uint64_t first = 0;
-  if (over.size() > kMostKept) {
-    std::nth_element(over.begin(), over.end() - kMostKept, over.end());
-    first = *(over.end() - kMostKept);
-  }
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     const Round& round = at->second;
-    const bool is_old = round.is_over() ? round.number < first : !round.called && round.expires < now_ - kSecond;
+    const bool is_old = round.is_over() ? round.number + kMostKept <= rounds_opened_
+                                        : !round.called && round.expires < now_ - kSecond;
     at = is_old ? rounds_.erase(at) : std::next(at);
   }
 }
