@@ -7,7 +7,7 @@ A promise is one line, made from a collected test's name or a key of `digests.js
     row 03 | gloo | coordinator | all_reduce_async      # fault row, transport, door, further parameters of the test
     bits | shared_memory | all_reduce_async | float32   # transport, call (started calls end in _async), dtype
     compiled | test_graph_breaks | inductor-names3      # file, parameters
-    layout | test_every_group_that_vllm_makes           # test that compares layouts with an engine's own code
+    layout | megatron | sglang | the_groups             # preset, engine whose code makes the groups, further parameters
     doors | gloo-compiled-all_reduce                    # transport, door, operation
 
 If no test makes a line any more, it must move to the file's last part, below `withdrawn:`. CHANGELOG.md must then quote
@@ -47,6 +47,7 @@ _DOORS = {
     "torch.distributed": ("c10d", "torch.distributed", "over torch"),
 }
 """For each way to make groups, the words that identify it in test ids. The first match counts."""
+_ENGINES = ("device_mesh", "fairseq2", "megatron", "sglang", "torchtitan", "vllm")
 _LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layouts.py")
 
 
@@ -68,7 +69,7 @@ def promises_of(test_ids: Iterable[str]) -> set[str]:
         elif function == "test_every_door_gives_the_same":
             found.add(f"doors | {parameters}")
         elif path in _LAYOUTS:
-            found.add(f"layout | {function} {parameters}".rstrip())
+            found.add(_of_layouts(function.removeprefix("test_"), *parameters.split("-")))
         elif function == "test_bits_are_the_stored_ones":
             found |= set(_of_digests(parameters))
     return found
@@ -125,6 +126,12 @@ def _of_digests(placement: str) -> Iterator[str]:
     for case in digests.stored()["digests"][placement]:
         call, *reduction, dtype = case.split(" ")
         yield " | ".join(("bits", row, " ".join((call, *reduction)), dtype))
+
+
+def _of_layouts(function: str, preset: str, *others: str) -> str:
+    engine = next((name for name in _ENGINES if name in others or name in function), preset)
+    test = f"{function} {'-'.join(each for each in others if each != engine)}".rstrip()
+    return f"layout | {preset or 'any order'} | {engine} | {test}"
 
 
 def note_collected(test_ids: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import Counter
@@ -15,9 +16,20 @@ import pytest
 import torch
 
 from device_communicators.base.errors import LayoutError
-from parallel_state import Layout, create_fsdp_groups, resolve_layout, simulate
+from parallel_state import PRESETS, Layout, create_fsdp_groups, resolve_layout, simulate
 from tests import references
-from tests.unit.test_incumbent_layouts import CASES, MIN_SHARE, RARE_SHARE, SEED, Groups
+from tests.unit.test_incumbent_layouts import (
+    CASES,
+    MEGATRON_GROUPS,
+    MIN_SHARE,
+    RARE_SHARE,
+    SEED,
+    Groups,
+    MegatronCase,
+    TitanCase,
+    load_megatron,
+    load_titan,
+)
 
 
 class Stated(SimpleNamespace):
@@ -98,7 +110,8 @@ def vllm() -> Vllm:
     return Vllm()
 
 
-def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm) -> None:
+@pytest.mark.parametrize("preset", ["vllm"])
+def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm, preset: str) -> None:
     random_ = random.Random(f"{SEED} vllm")
     outcomes: Counter[str] = Counter()
     for _ in range(CASES):
@@ -107,7 +120,7 @@ def test_every_group_that_vllm_makes_and_every_refusal(vllm: Vllm) -> None:
         world_size = external * dp * pp * pcp * tp + (random_.random() < 0.05)
         sizes = {"dp": dp, "pp": pp, "pcp": pcp, "tp": tp, "dcp": dcp, "external_dp": -1}
         theirs = vllm.groups(world_size, tp, pp, pcp, dcp, dp)
-        ours = ours_or_refusal(lambda sizes=sizes, world_size=world_size: resolve_layout(world_size, sizes, "vllm"))  # type: ignore[misc]
+        ours = ours_or_refusal(lambda sizes=sizes, world_size=world_size: resolve_layout(world_size, sizes, preset))  # type: ignore[misc]
         if isinstance(theirs, str):
             assert isinstance(ours, str), (world_size, sizes, theirs)
             outcomes["refused"] += 1
@@ -142,11 +155,12 @@ def _check_order_of_dcp(ours: Layout, lists: Groups) -> None:
         assert len(ranks) == len(tp) * len(pcp)
 
 
-def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm) -> None:
+@pytest.mark.parametrize("preset", ["vllm"])
+def test_decode_context_parallel_groups_span_the_prefill_ones_first(vllm: Vllm, preset: str) -> None:
     theirs = vllm.groups(16, 4, 1, 4, 4, 1)
     assert isinstance(theirs, dict)
     assert theirs["dcp"][0] == [0, 4, 8, 12]
-    assert resolve_layout(16, {"tp": 4, "pcp": 4, "dcp": 4}, "vllm").groups("dcp") == theirs["dcp"]
+    assert resolve_layout(16, {"tp": 4, "pcp": 4, "dcp": 4}, preset).groups("dcp") == theirs["dcp"]
 
 
 SGLANG_GROUPS = {
@@ -190,7 +204,8 @@ class Sglang(Recorder):
         return {name: self.state[name].lists for name in SGLANG_GROUPS if self.state[name] is not None}
 
 
-def test_every_group_that_sglang_makes() -> None:
+@pytest.mark.parametrize("preset", ["megatron", "torchtitan"])
+def test_every_group_that_sglang_makes(preset: str) -> None:
     """Sizes fit each other, because SGLang checks them elsewhere. Two known differences are counted."""
     sglang, random_ = Sglang(), random.Random(f"{SEED} sglang")
     outcomes: Counter[str] = Counter()
@@ -206,7 +221,7 @@ def test_every_group_that_sglang_makes() -> None:
             moe_ep_size=ep, moe_dp_size=moe_dp,
         )  # fmt: skip
         sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "dcp": dcp, "ep": ep, "etp": inside // ep // moe_dp}
-        ours = ours_or_refusal(lambda sizes=sizes, world_size=world_size: resolve_layout(world_size, sizes))  # type: ignore[misc]
+        ours = ours_or_refusal(lambda sizes=sizes, world_size=world_size: resolve_layout(world_size, sizes, preset))  # type: ignore[misc]
         if isinstance(theirs, str):
             assert isinstance(ours, str), (world_size, sizes, theirs)
             outcomes["refused"] += 1
@@ -269,11 +284,12 @@ def ranks_of(gangs: Any) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (8, 1), (8, 2), (8, 8), (12, 3), (24, 2)])
-def test_the_gangs_of_fairseq2(world_size: int, tp: int) -> None:
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_gangs_of_fairseq2(preset: str, world_size: int, tp: int) -> None:
     """Unsharded, rdp is dp and sdp has one rank, and DDP reduces over rdp. `create_fsdp_groups` divides them."""
     fairseq2 = Fairseq2()
     for rank in range(world_size):
-        theirs, ours = fairseq2.gangs(world_size, rank, tp), simulate(rank, world_size, tp)
+        theirs, ours = fairseq2.gangs(world_size, rank, tp), simulate(rank, world_size, tp, order=preset)
         assert ranks_of(ours) == ranks_of(theirs)
         for intra in (None, 0, 1, 2, 3, 4, 5, 6, 12):
             try:
@@ -283,5 +299,72 @@ def test_the_gangs_of_fairseq2(world_size: int, tp: int) -> None:
                     create_fsdp_groups(ours, intra)
                 continue
             assert ranks_of(create_fsdp_groups(ours, intra)) == expected, intra
-            at_once = simulate(rank, world_size, tp, data_parallel_shard_size=-1 if intra is None else intra)
+            shard_size = -1 if intra is None else intra
+            at_once = simulate(rank, world_size, tp, order=preset, data_parallel_shard_size=shard_size)
             assert ranks_of(at_once) == expected, intra
+
+
+def _dense_of_megatron() -> DenseGroups:
+    megatron = load_megatron()
+
+    def groups(tp: int, pp: int, dp: int) -> dict[tuple[str, ...], Groups]:
+        made = megatron.groups(MegatronCase(tp * pp * dp, tp, 1, pp, 1, tp, PRESETS["megatron"].order))
+        assert isinstance(made, dict), made
+        return {(ours,): sorted(made[name]) for name, ours in MEGATRON_GROUPS.items() if ours in ("tp", "pp", "dp")}
+
+    return groups
+
+
+def _dense_of_torchtitan() -> DenseGroups:
+    titan_groups = load_titan()
+
+    def groups(tp: int, pp: int, dp: int) -> dict[tuple[str, ...], Groups]:
+        made = titan_groups(TitanCase(pp, 1, dp, 1, tp, 1, 1), tp * pp * dp)
+        assert isinstance(made, dict), made
+        return {("tp",): made["tp"], ("pp",): made["pp"], ("dp",): made["fsdp"]}
+
+    return groups
+
+
+def _dense_of_vllm() -> DenseGroups:
+    vllm = Vllm()
+
+    def groups(tp: int, pp: int, dp: int) -> dict[tuple[str, ...], Groups]:
+        made = vllm.groups(tp * pp * dp, tp, pp, 1, 1, dp)
+        assert isinstance(made, dict), made
+        return {(name,): made[name] for name in ("tp", "pp", "dp")}
+
+    return groups
+
+
+def _dense_of_sglang() -> DenseGroups:
+    sglang = Sglang()
+
+    def groups(tp: int, pp: int, dp: int) -> dict[tuple[str, ...], Groups]:
+        made = sglang.groups(
+            tp * pp * dp, tp_size=tp * dp, pp_size=pp, attn_dp_size=dp, attn_cp_size=1, attn_dcp_size=1,
+            moe_ep_size=1, moe_dp_size=1,
+        )  # fmt: skip
+        assert isinstance(made, dict), made
+        return {("tp",): made["_ATTN_TP"], ("pp",): made["_PP"], ("tp", "dp"): made["_TP"]}
+
+    return groups
+
+
+DenseGroups = Callable[[int, int, int], "dict[tuple[str, ...], Groups]"]
+DENSE = {
+    "megatron": _dense_of_megatron, "torchtitan": _dense_of_torchtitan, "vllm": _dense_of_vllm,
+    "sglang": _dense_of_sglang,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", DENSE)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_dense_groups_of_engines(preset: str, engine: str) -> None:
+    """vLLM's data-parallel ranks are further apart than its pipeline ranks; in the other engines it is the reverse."""
+    groups = DENSE[engine]()
+    same_order = (preset == "vllm") == (engine == "vllm")
+    for tp, pp, dp in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 4)):
+        layout = resolve_layout(tp * pp * dp, {"tp": tp, "pp": pp, "dp": dp}, preset)
+        equal = all(layout.groups(*axes) == lists for axes, lists in groups(tp, pp, dp).items())
+        assert equal == (same_order or pp == 1 or dp == 1), (tp, pp, dp)

@@ -105,12 +105,12 @@ class MegatronCase(NamedTuple):
     def edp(self) -> int:
         return self.world_size // (self.etp * self.ep * self.pp)
 
-    def ours(self, **options: int) -> Layout:
+    def ours(self, order: str = "", **options: int) -> Layout:
         sizes = {
             **self._asdict_of("tp", "cp", "pp", "ep", "etp"),
             "num_distributed_optimizer_instances": self.instances,
         }
-        return resolve_layout(self.world_size, sizes, self.order, **options)
+        return resolve_layout(self.world_size, sizes, order or self.order, **options)
 
     def ours_without_experts(self) -> Layout:
         return resolve_layout(self.world_size, self._asdict_of("tp", "cp", "pp"), self.order)
@@ -185,6 +185,10 @@ class Megatron:
 
 @pytest.fixture(scope="module")
 def megatron() -> Megatron:
+    return load_megatron()
+
+
+def load_megatron() -> Megatron:
     spec = importlib.util.find_spec("megatron")  # a namespace: finding it imports nothing
     paths = [Path(place, "core", "parallel_state.py") for place in (spec and spec.submodule_search_locations) or ()]
     found = [path for path in paths if path.exists()]
@@ -243,11 +247,7 @@ def test_every_group_that_megatron_makes_and_every_refusal(megatron: Megatron) -
             outcomes.update(reason for reason in REFUSALS if reason in theirs)
             continue
         layout = case.ours()
-        names = {**MEGATRON_GROUPS, **(INSTANCE_GROUPS if case.instances > 1 else {})}
-        for name, groups in theirs.items():
-            groups = sorted(sorted(ranks) for ranks in groups)
-            assert layout.groups(names[name]) == groups, f"{names[name]} of {case}"
-        assert theirs.keys() == names.keys()
+        _check_groups(case, layout, theirs)
         outcomes["accepted"] += 1
         outcomes["several instances"] += case.instances > 1
         outcomes["instances that cut dp and cp"] += case.dp % case.instances > 0
@@ -262,6 +262,27 @@ def test_every_group_that_megatron_makes_and_every_refusal(megatron: Megatron) -
     for kind in ("pp isn't last", "instances that cut dp and cp", "instances with dp before cp"):
         assert outcomes[kind] >= RARE_SHARE * CASES, outcomes
     assert all(outcomes[reason] >= RARE_SHARE * CASES for reason in REFUSALS), outcomes
+
+
+def _check_groups(case: MegatronCase, layout: Layout, theirs: dict[str, Groups]) -> None:
+    names = {**MEGATRON_GROUPS, **(INSTANCE_GROUPS if case.instances > 1 else {})}
+    for name, groups in theirs.items():
+        assert layout.groups(names[name]) == sorted(sorted(ranks) for ranks in groups), f"{names[name]} of {case}"
+    assert theirs.keys() == names.keys()
+
+
+@pytest.mark.parametrize("preset", ["megatron", "torchtitan"])
+def test_every_group_that_megatron_makes_by_default(megatron: Megatron, preset: str) -> None:
+    compared = 0
+    for case in megatron_cases(CASES // 3, "defaults"):
+        case = case._replace(order=DEFAULT_ORDER)
+        theirs = megatron.groups(case)
+        if isinstance(theirs, str):
+            assert refusal_of(partial(case.ours, preset)), f"{case}, {theirs}"
+            continue
+        _check_groups(case, case.ours(preset), theirs)
+        compared += 1
+    assert compared >= MIN_SHARE * CASES // 3
 
 
 def test_groups_that_span_any_of_megatrons_tokens_from_any_rank_on(megatron: Megatron) -> None:
@@ -353,8 +374,8 @@ class TitanCase(NamedTuple):
     def fits(self) -> bool:
         return self.dp_shard * self.cp * self.tp % (self.ep * self.etp) == 0
 
-    def ours(self) -> Layout:
-        return resolve_layout(self.world_size, self._asdict(), "torchtitan")
+    def ours(self, preset: str) -> Layout:
+        return resolve_layout(self.world_size, self._asdict(), preset)
 
 
 def titan_cases(count: int, seed: str) -> Iterator[TitanCase]:
@@ -402,8 +423,15 @@ TITAN_GROUPS = {name: name for name in ("pp", "dp_replicate", "fsdp", "cp", "tp"
 TITAN_GROUPS |= {"batch": "dp", "loss": "dp_cp"}
 
 
+TitanGroups = Callable[[TitanCase, int], "dict[str, Groups] | str"]
+
+
 @pytest.fixture(scope="module")
-def titan_groups() -> Callable[[TitanCase, int], dict[str, Groups] | str]:
+def titan_groups() -> TitanGroups:
+    return load_titan()
+
+
+def load_titan() -> TitanGroups:
     state: dict[str, object] = {
         "dataclass": dataclass,
         "field": field,
@@ -425,19 +453,18 @@ def titan_groups() -> Callable[[TitanCase, int], dict[str, Groups] | str]:
     return groups
 
 
-def test_every_group_that_torchtitan_makes_and_every_refusal(
-    titan_groups: Callable[[TitanCase, int], dict[str, Groups] | str],
-) -> None:
+@pytest.mark.parametrize("preset", ["torchtitan", "megatron"])
+def test_every_group_that_torchtitan_makes_and_every_refusal(titan_groups: TitanGroups, preset: str) -> None:
     outcomes: Counter[str] = Counter()
     random_ = random.Random(f"{SEED} titan worlds")
     for case in titan_cases(CASES // 2, "meshes"):
         world_size = case.world_size + (random_.random() < 0.05)
         theirs = titan_groups(case, world_size)
         if isinstance(theirs, str):
-            assert refusal_of(partial(resolve_layout, world_size, case._asdict(), "torchtitan"))
+            assert refusal_of(partial(resolve_layout, world_size, case._asdict(), preset))
             outcomes["refused"] += 1
             continue
-        layout = resolve_layout(world_size, case._asdict(), "torchtitan")
+        layout = resolve_layout(world_size, case._asdict(), preset)
         assert theirs.keys() == TITAN_GROUPS.keys()
         for name, groups in theirs.items():
             assert layout.groups(TITAN_GROUPS[name]) == groups, (case, name)
@@ -484,7 +511,8 @@ json.dump(found, sys.stdout)
 """
 
 
-def test_the_groups_of_torchs_device_mesh(tmp_path: Path) -> None:
+@pytest.mark.parametrize("preset", ["torchtitan"])
+def test_the_groups_of_torchs_device_mesh(tmp_path: Path, preset: str) -> None:
     random_ = random.Random(f"{SEED} ranks")
     cases = [TitanCase(2, 1, 2, 1, 2, 2, 2), TitanCase(1, 2, 2, 2, 2, 4, 1), TitanCase(2, 2, 3, 2, 2, 6, 1)]
     cases += [case for case in titan_cases(60, "device meshes") if case.fits]
@@ -509,7 +537,7 @@ def test_the_groups_of_torchs_device_mesh(tmp_path: Path) -> None:
     answers = json.loads(out)
     assert len(answers) == len(asked) >= 50
     for (case, rank), theirs in zip(asked, answers, strict=True):
-        layout = case.ours()
+        layout = case.ours(preset)
         titan = theirs.pop("torchtitan")
         assert {name: layout.group_of(rank, ours) for name, ours in TITAN_GROUPS.items()} == titan, (case, rank)
         assert theirs.keys() == {*DENSE_MESH, *SPARSE_MESH, *FLATTENED}
