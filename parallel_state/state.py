@@ -277,7 +277,7 @@ def destroy_distributed_environment() -> None:
     if undo is None:
         return
     world, _WORLD, _NODES, _START = _WORLD, None, None, None
-    with undo:  # runs all callbacks, the last one first
+    with undo:
         if world is not None:
             if world.pool is not None:
                 undo.callback(world.pool.close)

@@ -680,7 +680,7 @@ class Watcher:
         return CollectiveTimeoutError if is_silent else CommunicationError, text, suspects
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # runs all, even if one raises
+        with contextlib.ExitStack() as stack:
             stack.callback(self._end)
             closing, self.on_close = self.on_close, []
             for call in closing:

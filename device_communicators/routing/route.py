@@ -643,7 +643,7 @@ class Route:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            with ExitStack() as stack:  # runs all callbacks, even if one raises
+            with ExitStack() as stack:
                 stack.callback(self._drop_references)
                 for communicator in reversed(self.communicators):
                     stack.callback(communicator.close)

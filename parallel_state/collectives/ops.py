@@ -469,7 +469,7 @@ def send_list(x: Sequence[Tensor], token: Tensor, form: str, dst: int, group: st
 
 @register("Tensor(a!)[] x, Tensor(b!) token, str form, int src, str group", "()", advice=_DETACH)
 def recv_list_(x: Sequence[Tensor], token: Tensor, form: str, src: int, group: str) -> None:
-    raise_interruption()  # from the kernel in C++: otherwise this would wait again
+    raise_interruption()
     find_route(group).messenger.recv_list(x, form, src)
 
 

@@ -435,7 +435,7 @@ class GroupCoordinator:
             all_sent = self._messenger.close()
         finally:
             failed = self.route.has_failed or not all_sent
-            with contextlib.ExitStack() as stack:  # runs in reverse order, even if one raises
+            with contextlib.ExitStack() as stack:
                 if pool is not None:
                     if self._owns_pool:
                         stack.callback(pool.close)
@@ -456,7 +456,7 @@ class GroupCoordinator:
     def close(self) -> None:
         self.destroy()
 
-    # Tensors. The module's docstring has what all collectives have in common; `collectives.ops`, the gradients.
+    # Tensors.
 
     def all_reduce(
         self,
@@ -772,7 +772,7 @@ class GroupCoordinator:
             received = DIRECT.recv(self._token, size, dtype, device, src, self._key)
             if received is not NotImplemented:
                 return received
-            raise_interruption()  # from the wait in C++: otherwise the op would wait again
+            raise_interruption()
         return tensors.recv(self.route, self._token, size, dtype, src, device)
 
     @host_call(_TRANSFER)
@@ -864,8 +864,7 @@ class GroupCoordinator:
         name = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         return tensors.all_reduce_add_norm(self.route, self._token, name, x, residual, weight, eps)
 
-    # Objects and tensor dicts. If a value can't be sent, the sender raises MessageEncodeError and each receiver
-    # RemoteError.
+    # Objects and tensor dicts.
 
     @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:

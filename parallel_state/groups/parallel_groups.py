@@ -203,7 +203,6 @@ class ParallelGroups:
         if self.is_view:
             return
         self.meshes.clear()
-        # runs in reverse order, even if one raises
         with contextlib.ExitStack() as stack:
             while self.held:
                 stack.callback(self.held.pop(0))

@@ -389,7 +389,7 @@ class ProcessGroupPool:
         with self._lock:
             if failed:
                 self._failed.update(acquired.keys)
-            with contextlib.ExitStack() as stack:  # releases all, even if one raises
+            with contextlib.ExitStack() as stack:
                 for key in reversed(acquired.keys):
                     stack.callback(self._release, key)
 

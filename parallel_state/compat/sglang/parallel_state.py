@@ -209,7 +209,7 @@ def destroy_model_parallel() -> None:
     get_parallel().clear_stamp()
     made = {id(group): group for group in _made.values()}
     _made.clear()
-    with contextlib.ExitStack() as stack:  # destroys all groups even if one raises
+    with contextlib.ExitStack() as stack:
         stack.callback(state.destroy_model_parallel)
         for group in made.values():
             stack.callback(group.destroy)

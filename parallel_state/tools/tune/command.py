@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file to write instead of the user's rows")
     options = parser.parse_args(arguments)
     require_writable(parser, options.out)
-    import torch  # imported here: it takes seconds, and `--help` doesn't need it
+    import torch  # slow, and `--help` doesn't need it
 
     from device_communicators.peer.thresholds import user_path
     from parallel_state.tools.tune.tuning import Plan, keep, tune_rank
