@@ -184,9 +184,7 @@ class BoundedStore:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Waits for the keys; returns False at the timeout. Polls torch's own stores: they log each wait that times
-        out.
-        """
+        """Waits for the keys; returns False at the timeout. Polls torch's own stores, because they log each timeout."""
         if self.waits_in_server:
             if self._owns_timeout:
                 self._set_timeout(self._deadline - time.monotonic())  # limits connecting

@@ -88,7 +88,7 @@ class Handle(NamedTuple):
         try:
             form, *fields = json.loads(text)
             if form != _FORMAT:
-                raise ValueError(f"the handle must have format {_FORMAT!r}, but has {form!r}")
+                raise ValueError(f"it has format {form!r}, not {_FORMAT!r}, so another version of this library made it")
             host, address, port, pid, processes, token = fields
             return cls(str(host), str(address), int(port), int(pid), str(processes), str(token))
         except (ValueError, TypeError) as error:

@@ -118,8 +118,8 @@ class HostMemory:
 
         Fails at the earliest of the group's timeout, the start-up timeout and `limit_s`, or if a rank of `watched`
         (default: the group's ranks) exits. `watcher`: its control plane exchanges the ranks' data; without one, the
-        gloo group `cpu_group` does. `purpose`: name of this call, equal on all ranks. Raises errors of `Watcher.gather`
-        and `connect`, and ConfigMismatchError if ranks' settings differ.
+        gloo group `cpu_group` does. `purpose`: name of this call, equal on all ranks. `address`: see `connect`. Raises
+        errors of `Watcher.gather` and `connect`, and ConfigMismatchError if ranks' settings differ.
         """
         if self.attached:
             return
@@ -377,8 +377,7 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
     """Allocates this rank's buffers in `segment`, mapped at `address`, on this rank's NUMA node. `size`: number of
-    ranks. Rank 0 also allocates the other mapped memory. Maps huge pages now, small ones at first use, which saves 0.5
-    ms.
+    ranks. Rank 0 also allocates what isn't a rank's. Huge pages are allocated now, small ones at first use.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:

@@ -116,11 +116,9 @@ class PeerGroup:
     def prove(self) -> None:
         """Runs each kernel once. Raises NotSharedError for wrong results, after all calls, because each needs all
         ranks.
-
-        The timeout is shorter than the kernels' deadline.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
-        # `run_on_all_ranks` may time out after 0.75 of the timeout.
+        # Before the kernels' own deadline. `run_on_all_ranks` may time out after 0.75 of the timeout.
         self._share_of_timeout = 0.6
         wrong = []
         with self.streams.guard():

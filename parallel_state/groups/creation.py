@@ -206,7 +206,7 @@ def wrap(
 
 
 def ranks_inside(context: GroupContext, ranks: Sequence[int], *, sorts: bool) -> list[int]:
-    """Returns the global ranks of `ranks`, which are ranks in the group. With `sorts` they must ascend."""
+    """Returns the global ranks of the group's `ranks`. With `sorts`, raises InvalidArgumentError unless they ascend."""
     if not isinstance(ranks, (list, tuple, range)):
         raise InvalidArgumentError(
             f"ranks of a sub-group of {context} must be a list of ints, but is a {type(ranks).__name__}"

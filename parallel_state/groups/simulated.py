@@ -77,7 +77,9 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns a simulated group of the global `ranks`, in which this process is the global rank `rank`."""
+    """Returns a group of the global `ranks` in one process, which acts as `rank`. Calls return what they would if all
+    ranks had this rank's tensors.
+    """
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
     context = GroupContext(

@@ -448,7 +448,7 @@ class SendHandle:
 
 
 class ReceiveHandle:
-    """A started receive of an object, which `reader` builds."""
+    """A started receive of an object."""
 
     def __init__(self, messenger: Messenger, reader: Reader) -> None:
         self.reader = reader
@@ -495,7 +495,9 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def __iter__(self) -> Iterator[Any]:
-        """Yields `tensors, handles, postprocess`, as vLLM's callers expect. The handle's `wait()` fills `tensors`."""
+        """Yields `tensors, handles, postprocess`, as vLLM's callers expect. This object is the only handle. Its
+        `wait()` fills `tensors`.
+        """
         self._to_fill = {} if self._to_fill is None else self._to_fill
         return iter((self._to_fill, [self], []))
 

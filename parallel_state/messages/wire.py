@@ -262,7 +262,7 @@ def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
 
 
 def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
-    """Raises CollectiveMismatchError if the received head differs from `expected`."""
+    """Raises CollectiveMismatchError if the received `header` and `body` differ from the bytes `expected`."""
     body = bytes(body)
     if head_of(header, body) == expected:
         return

@@ -50,7 +50,7 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Returns [host, cores, ranks, other cores, their ranks] of a host whose ranks may use different cores, or []."""
+    """Returns [host, cores, ranks, other cores, their ranks] of a host whose ranks have different cores, or []."""
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
         if place.cores and place.network:

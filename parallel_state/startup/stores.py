@@ -363,7 +363,10 @@ def ask_for_store(address: tuple[str, int], deadline: float) -> None:
         if answer == nonce:
             return
         if not answer:
-            raise TimeoutError("the service that listens at the store's address doesn't answer")
+            raise TimeoutError(
+                f"the service that listens at the store's address, {address[0]}:{address[1]}, doesn't answer; choose "
+                "another port"
+            )
         answer += _receive(connection, _SHOWN_BYTES, time.monotonic() + _REST_S, closed=b"")
     raise ForeignServiceError(in_words(answer))
 

@@ -192,7 +192,7 @@ def read_tensor_rows(data: memoryview) -> list[TensorMetadata]:
         claimed += itemsize * math.prod(filter(None, shape))
         tensors.append(TensorMetadata(dtype, shape, _device_type(device)))
     if claimed >= MAX_TENSOR_BYTES:
-        raise MessageDecodeError(f"a message claims tensors of {claimed} bytes, which must be below 2**48")
+        raise MessageDecodeError(f"the message is damaged: it announces {claimed} bytes of tensors; the limit is 2**48")
     return tensors
 
 
