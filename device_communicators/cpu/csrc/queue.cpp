@@ -124,9 +124,9 @@ QueueStatus QueueWriter::resume(double timeout_s) {
     const std::uint64_t chunk = written_ + 1;
     const QueueStatus status = reuse(chunk);
     if (status != QueueStatus::kDone) return status;
-    fill(slot(chunk));  // model: write
+    fill(slot(chunk));
     written_ = chunk;
-    counter(0).publish(chunk, chunk);  // model: publish, look, wake
+    counter(0).publish(chunk, chunk);
   }
   return QueueStatus::kDone;
 }
@@ -135,7 +135,7 @@ QueueStatus QueueWriter::reuse(std::uint64_t chunk) {
   if (chunk <= shape_.chunks || reusable_ >= chunk - shape_.chunks) return QueueStatus::kDone;
   std::uint64_t least = UINT64_MAX;
   for (int reader = 1; reader <= shape_.readers; ++reader) {
-    const QueueStatus status = await(reader, chunk - shape_.chunks);  // model: await_slot
+    const QueueStatus status = await(reader, chunk - shape_.chunks);
     if (status != QueueStatus::kDone) return status;
     least = std::min(least, counter(reader).read());
   }
@@ -191,10 +191,10 @@ QueueStatus QueueReader::next(double timeout_s) {
 
 QueueStatus QueueReader::enter() {
   const std::uint64_t chunk = read_ + 1;
-  const QueueStatus status = await(0, chunk);  // model: await_chunk
+  const QueueStatus status = await(0, chunk);
   if (status != QueueStatus::kDone) return status;
   ChunkHeader found;
-  std::memcpy(&found, slot(chunk), sizeof found);  // model: read
+  std::memcpy(&found, slot(chunk), sizeof found);
   const bool first = bytes_left() == 0;
   if (found.magic != kMagic || found.chunk != chunk || found.message != messages_ + (first ? 1 : 0) ||
       found.head_bytes > found.total_bytes || found.total_bytes > kMostBytes || found.lent > kMostLoans ||
@@ -221,7 +221,7 @@ QueueStatus QueueReader::enter() {
 void QueueReader::release() {
   in_chunk_ = false;
   ++read_;
-  counter(me_).publish(read_, read_);  // model: release, look, wake
+  counter(me_).publish(read_, read_);
 }
 
 bool QueueReader::is_next(const char* head, std::uint64_t bytes) const {

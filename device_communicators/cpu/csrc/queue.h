@@ -4,7 +4,7 @@
 // the writer writes chunk n   once every reader has published n - chunks
 // a reader reads chunk n      once the writer has published n
 //
-// tests/internals/queue_model.py explores this protocol. Not thread-safe: one call at a time per end. The caller owns
+// tests/native/queue_explorer.cpp explores this protocol. Not thread-safe: one call at a time per end. The caller owns
 // the memory.
 #pragma once
 
