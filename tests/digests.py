@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.contract.cases import FLOAT8, FLOATS, MOVABLE, REDUCIBLE, bytes_of, is_defined
+from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
+from tests.contract.cases import FLOAT8, FLOATS, MOVABLE, REDUCIBLE, bytes_of, in_tree_order, is_defined
 
 FILE = Path(__file__).with_suffix(".json")
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
@@ -69,12 +70,35 @@ def combined(of_ranks: Sequence[dict[str, list[str]]]) -> dict[str, str]:
     }
 
 
+class Case(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    call: Callable[..., Sequence[Tensor]]
+    make: Callable[[int, int], tuple[Tensor, ...]]
+    """Makes a rank's arguments of `call`, from the number of elements and the rank."""
+    counts: Sequence[int]
+    expected: Callable[[list[Tensor]], Tensor] | None = None
+    """Computes this rank's result from the arguments of all ranks."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {str(self.dtype).removeprefix('torch.')}"
+
+
 def digests_of_rank(group: Any) -> dict[str, list[str]]:
     """Returns this rank's digests, by case. All ranks of `group` must call this."""
-    found: dict[str, list[str]] = {}
-    for case, calls in _cases(group):
-        found[case] = [_digest(b"".join(bytes_of(x).numpy().tobytes() for x in call())) for call in calls]
+    rank, found = group.rank_in_group, {}
+    for case in _cases(group):
+        results = [_bytes(case.call(*case.make(count, rank))) for count in case.counts]
+        for count, result in zip(case.counts, results, strict=True):
+            if case.expected is not None:
+                expected = case.expected([case.make(count, each)[0] for each in range(group.world_size)])
+                assert result == _bytes([expected]), f"{case} of {count} elements on rank {rank}"
+        found[str(case)] = [_digest(result) for result in results]
     return found
+
+
+def _bytes(tensors: Sequence[Tensor]) -> bytes:
+    return b"".join(bytes_of(x).numpy().tobytes() for x in tensors)
 
 
 def _digest(content: bytes) -> str:
@@ -115,82 +139,144 @@ def raw(count: int, dtype: torch.dtype, rank: int) -> Tensor:
     )
 
 
-def _cases(group: Any) -> Iterator[tuple[str, list[Callable[[], Sequence[Tensor]]]]]:
+def _cases(group: Any) -> Iterator[Case]:
     yield from _reductions(group)
     yield from _moves(group)
     yield from _norms(group)
 
 
-def _reductions(group: Any) -> Iterator[tuple[str, list[Callable[[], Sequence[Tensor]]]]]:
+def _reductions(group: Any) -> Iterator[Case]:
     rank, size = group.rank_in_group, group.world_size
+    few = (COUNTS[1], COUNTS[-1])
+    parts = [1_000 + 77 * each for each in range(size)]
+    has_trees = _has_trees(group)
     for dtype in REDUCIBLE:
+
+        def whole(count: int, rank: int, dtype: torch.dtype = dtype) -> tuple[Tensor]:
+            return (numbers(count, dtype, rank),)
+
+        def divided(count: int, rank: int, dtype: torch.dtype = dtype) -> tuple[Tensor]:
+            return (numbers(count // size * size, dtype, rank),)
+
         for op in REDUCTIONS:
             if not is_defined(dtype, op):
                 continue
             large = LARGE_COUNTS if op == "sum" and dtype in (torch.float32, torch.bfloat16) else ()
-
-            def whole(call: Callable[[Tensor], Tensor], counts: Sequence[int], dtype: Any = dtype) -> Any:
-                return [lambda count=count: [call(numbers(count, dtype, rank))] for count in counts]
-
-            def divided(call: Callable[[Tensor], Tensor], counts: Sequence[int], dtype: Any = dtype) -> Any:
-                return [lambda count=count: [call(numbers(count // size * size, dtype, rank))] for count in counts]
-
-            name = f"{op} {str(dtype).removeprefix('torch.')}"
-            yield f"all_reduce {name}", whole(lambda x, op=op: group.all_reduce(x, op), (*COUNTS, *large))
-            yield f"reduce_scatter {name}", divided(lambda x, op=op: group.reduce_scatter(x, 0, op), (*COUNTS, *large))
+            counts = (*COUNTS, *large)
+            calls = _calls_of_reductions(group, op)
+            yield Case(f"all_reduce {op}", dtype, calls["all_reduce"], whole, counts)
+            yield Case(f"reduce_scatter {op}", dtype, calls["reduce_scatter"], divided, counts)
             if op in ("sum", "avg"):
-                few = (COUNTS[1], COUNTS[-1])
-                yield f"all_reduce_ {name}", whole(lambda x, op=op: group.all_reduce_(x, op), few)
-                yield f"all_reduce_async {name}", whole(lambda x, op=op: group.all_reduce_async(x, op).wait(), few)
-                yield (
-                    f"reduce_scatter_async {name}",
-                    divided(lambda x, op=op: group.reduce_scatter_async(x, 0, op).wait(), few),
-                )
+                yield Case(f"all_reduce_ {op}", dtype, calls["all_reduce_"], whole, few)
+                yield Case(f"all_reduce_async {op}", dtype, calls["all_reduce_async"], whole, few)
+                yield Case(f"reduce_scatter_async {op}", dtype, calls["reduce_scatter_async"], divided, few)
             if op == "sum":
-                yield f"reduce_scatterv {name}", [lambda dtype=dtype: [_uneven(group, dtype)]]
+                yield Case(
+                    "reduce_scatterv sum", dtype, lambda x: [group.reduce_scatterv(x, 0, parts)], whole, (sum(parts),)
+                )
+        if has_trees and dtype in FLOATS:
+            for name, call in _calls_of_reductions(group, "sum", order="tree").items():
+                if name.startswith("reduce_scatter"):
+                    yield Case(
+                        f"{name} tree", dtype, call, divided, COUNTS, lambda xs: in_tree_order(xs).chunk(size)[rank]
+                    )
+                else:
+                    yield Case(f"{name} tree", dtype, call, whole, COUNTS, in_tree_order)
 
 
-def _uneven(group: Any, dtype: torch.dtype) -> Tensor:
-    sizes = [1_000 + 77 * rank for rank in range(group.world_size)]
-    return group.reduce_scatterv(numbers(sum(sizes), dtype, group.rank_in_group), 0, sizes)
+def _calls_of_reductions(group: Any, op: str, **order: str) -> dict[str, Callable[[Tensor], Sequence[Tensor]]]:
+    return {
+        "all_reduce": lambda x: [group.all_reduce(x, op, **order)],
+        "all_reduce_": lambda x: [group.all_reduce_(x, op, **order)],
+        "all_reduce_async": lambda x: [group.all_reduce_async(x, op, **order).wait()],
+        "reduce_scatter": lambda x: [group.reduce_scatter(x, 0, op, **order)],
+        "reduce_scatter_async": lambda x: [group.reduce_scatter_async(x, 0, op, **order).wait()],
+    }
 
 
-def _moves(group: Any) -> Iterator[tuple[str, list[Callable[[], Sequence[Tensor]]]]]:
+def _has_trees(group: Any) -> bool:
+    try:
+        group.all_reduce(torch.ones(1), order="tree")
+    except (InvalidArgumentError, UnsupportedError):
+        return False
+    return True
+
+
+def _moves(group: Any) -> Iterator[Case]:
     rank, size = group.rank_in_group, group.world_size
-    last = size - 1
+    last, before, after = size - 1, (rank - 1) % size, (rank + 1) % size
 
     def gathered(x: Tensor) -> list[Tensor]:
         found = group.gather(x, last, 0)
         return [] if found is None else [found]
 
-    calls: dict[str, Callable[[Tensor], Sequence[Tensor]]] = {
-        "all_gather": lambda x: [group.all_gather(x, 0)],
-        "all_gather_async": lambda x: [group.all_gather_async(x, 0).wait()],
-        "all_gatherv": lambda x: [
-            group.all_gatherv(x[: len(x) - rank].contiguous(), 0, [len(x) - r for r in range(size)])
-        ],
-        "gather": gathered,
-        "broadcast": lambda x: [group.broadcast(x, last)],
-        "broadcast_async": lambda x: [group.broadcast_async(x, last).wait()],
-        "all_to_all": lambda x: [group.all_to_all(x[: len(x) // size * size].contiguous())],
-    }
-    for name, call in calls.items():
+    def sent(x: Tensor) -> list[Tensor]:
+        if rank < last:
+            group.send(x, after)
+        found = group.recv(x.shape, x.dtype, before)
+        if rank == last:
+            group.send(x, after)
+        return [found]
+
+    def started(x: Tensor) -> list[Tensor]:
+        sending, receiving = group.isend(x, after), group.irecv(x.shape, x.dtype, before)
+        sending.wait()
+        return [receiving.wait()]
+
+    def split_sizes(source: int, length: int) -> list[int]:
+        weights = [(source + 2 * target) % 3 for target in range(size)]
+        return [weight * (length // (2 * size)) + (target != source) for target, weight in enumerate(weights)]
+
+    def unevenly(x: Tensor) -> list[Tensor]:
+        sizes = split_sizes(rank, len(x))
+        received = [split_sizes(source, len(x))[rank] for source in range(size)]
+        x = x[: sum(sizes)].contiguous()
+        return [group.all_to_all(x, output_split_sizes=received, input_split_sizes=sizes)]
+
+    def from_each_unevenly(xs: list[Tensor]) -> Tensor:
+        return torch.cat(
+            [
+                x[: sum(sizes)].split(sizes)[rank]
+                for x, sizes in ((x, split_sizes(source, len(x))) for source, x in enumerate(xs))
+            ]
+        )
+
+    moves: tuple[tuple[str, Callable[[Tensor], Sequence[Tensor]], Callable[[list[Tensor]], Tensor]], ...] = (
+        ("all_gather", lambda x: [group.all_gather(x, 0)], torch.cat),
+        ("all_gather_async", lambda x: [group.all_gather_async(x, 0).wait()], torch.cat),
+        (
+            "all_gatherv",
+            lambda x: [group.all_gatherv(x[: len(x) - rank].contiguous(), 0, [len(x) - r for r in range(size)])],
+            lambda xs: torch.cat([x[: len(x) - r] for r, x in enumerate(xs)]),
+        ),
+        ("gather", gathered, lambda xs: torch.cat(xs) if rank == last else xs[0][:0]),
+        ("broadcast", lambda x: [group.broadcast(x, last)], lambda xs: xs[last]),
+        ("broadcast_", lambda x: [group.broadcast_(x, last)], lambda xs: xs[last]),
+        ("broadcast_async", lambda x: [group.broadcast_async(x, last).wait()], lambda xs: xs[last]),
+        ("all_to_all", lambda x: [group.all_to_all(x)], lambda xs: torch.cat([x.chunk(size)[rank] for x in xs])),
+        ("all_to_all uneven", unevenly, from_each_unevenly),
+        (
+            "scatter",
+            lambda x: [group.scatter(x if rank == last else None, last, size=[len(x) // size], dtype=x.dtype)],
+            lambda xs: xs[last].chunk(size)[rank],
+        ),
+        ("send", sent, lambda xs: xs[before]),
+        ("isend", started, lambda xs: xs[before]),
+    )
+    for name, call, expected in moves:
+        factor = size if name in ("all_to_all", "scatter") else 1
         for dtype in MOVABLE:
-            counts = [max(count, size) for count in MOVED_COUNTS]
-            yield (
-                f"{name} {str(dtype).removeprefix('torch.')}",
-                [lambda count=count, call=call, dtype=dtype: call(raw(count, dtype, rank)) for count in counts],
-            )
+
+            def make(count: int, rank: int, dtype: torch.dtype = dtype, factor: int = factor) -> tuple[Tensor]:
+                return (raw(count, dtype, rank)[: count // factor * factor],)
+
+            def of_bytes(xs: list[Tensor], expected: Callable[[list[Tensor]], Tensor] = expected) -> Tensor:
+                return expected([bytes_of(x).view(len(x), -1) for x in xs])
+
+            yield Case(name, dtype, call, make, [max(count, size) for count in MOVED_COUNTS], of_bytes)
 
 
-def _norms(group: Any) -> Iterator[tuple[str, list[Callable[[], Sequence[Tensor]]]]]:
-    rank = group.rank_in_group
-
-    def inputs(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        x = (_integers(3 * width, rank).double() / 2**28).to(dtype).view(3, width)
-        residual = (_integers(3 * width, 50).double() / 2**28).to(dtype).view(3, width)
-        return x, residual, (_integers(width, 51).double() / 2**30).to(dtype)
-
+def _norms(group: Any) -> Iterator[Case]:
     calls: dict[str, Callable[..., Sequence[Tensor]]] = {
         "all_reduce_add_rms_norm": lambda x, y, w: group.all_reduce_add_rms_norm(x, y, w, 1e-5),
         "all_reduce_add_rms_norm_static_fp8_quant": lambda x, y, w: group.all_reduce_add_rms_norm_static_fp8_quant(
@@ -202,10 +288,13 @@ def _norms(group: Any) -> Iterator[tuple[str, list[Callable[[], Sequence[Tensor]
     }
     for name, call in calls.items():
         for dtype in FLOATS:
-            yield (
-                f"{name} {str(dtype).removeprefix('torch.')}",
-                [lambda width=width, call=call, dtype=dtype: call(*inputs(width, dtype)) for width in WIDTHS],
-            )
+
+            def make(width: int, rank: int, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor, Tensor]:
+                x = (_integers(3 * width, rank).double() / 2**28).to(dtype).view(3, width)
+                residual = (_integers(3 * width, 50).double() / 2**28).to(dtype).view(3, width)
+                return x, residual, (_integers(width, 51).double() / 2**30).to(dtype)
+
+            yield Case(name, dtype, call, make, WIDTHS)
 
 
 def main() -> None:

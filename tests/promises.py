@@ -5,7 +5,7 @@
 A promise is one line, made from a collected test's name or a key of `digests.json`:
 
     row 03 | gloo | coordinator | all_reduce_async      # fault row, transport, door, further parameters of the test
-    bits | shared_memory | all_reduce_async | float32   # transport, call (started calls end in _async), dtype
+    bits | shared_memory | all_reduce_async | float32   # transport, call (isend and …_async are started calls), dtype
     compiled | test_graph_breaks | inductor-names3      # file, parameters
     layout | megatron | sglang | the_groups             # preset, engine whose code makes the groups, further parameters
     doors | gloo-compiled-all_reduce                    # transport, door, operation

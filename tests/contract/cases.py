@@ -146,6 +146,18 @@ def reduced(xs: Sequence[Tensor], reduce_op: str) -> Tensor:
     return out.to(dtype)
 
 
+def tree(xs: Sequence[Tensor]) -> Tensor:
+    if len(xs) == 1:
+        return xs[0]
+    half = len(xs) // 2
+    return tree(xs[:half]) + tree(xs[half:])
+
+
+def in_tree_order(xs: Sequence[Tensor]) -> Tensor:
+    dtype = xs[0].dtype
+    return tree([x.float() if dtype.itemsize < 4 else x for x in xs]).to(dtype)
+
+
 class Unchanged:
     def __init__(self, *tensors: Tensor) -> None:
         self._before = [(x, x._version, bytes_of(x)) for x in tensors]

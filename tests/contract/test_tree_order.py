@@ -15,7 +15,7 @@ import parallel_state as ps
 from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
 from tests.contract.attempts import Outcome, attempt, environment, world
 from tests.contract.carriers import Carrier, Member
-from tests.contract.cases import FLOATS, Form, bytes_of, real_numbers
+from tests.contract.cases import FLOATS, Form, bytes_of, in_tree_order, real_numbers, tree
 from tests.contract.test_objects import Pools, own_group
 from tests.hosts import HostRanks
 
@@ -24,18 +24,6 @@ DEADLINE_S = 120.0
 COUNTS = (24, 1000, 20_008, 300_008)
 """The largest is divided into several chunks, within a host and between hosts. None is a multiple of a vector's length
 on all ranks."""
-
-
-def _tree(xs: Sequence[Tensor]) -> Tensor:
-    if len(xs) == 1:
-        return xs[0]
-    half = len(xs) // 2
-    return _tree(xs[:half]) + _tree(xs[half:])
-
-
-def _in_tree_order(xs: Sequence[Tensor]) -> Tensor:
-    dtype = xs[0].dtype
-    return _tree([x.float() if dtype.itemsize < 4 else x for x in xs]).to(dtype)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
@@ -73,7 +61,7 @@ def _body(member: Member) -> None:
                 with pytest.raises(InvalidArgumentError, match="ranks"):
                     group.reduce_scatter(x, order="tree")
             elif has_trees and not (member.row == "hierarchical" and size == 4):
-                _check_calls(group, xs, _in_tree_order(xs))
+                _check_calls(group, xs, in_tree_order(xs))
             else:
                 with pytest.raises(UnsupportedError, match="order='tree'"):
                     group.all_reduce(x, order="tree")
@@ -91,7 +79,7 @@ def _bits(dtypes: Sequence[torch.dtype]) -> list[bytes]:
     group, found = ps.get_tp_group(), []
     for dtype, count in itertools.product(dtypes, COUNTS):
         xs = [real_numbers(Form((count,)), dtype, rank) for rank in range(group.world_size)]
-        _check_calls(group, xs, _in_tree_order(xs))
+        _check_calls(group, xs, in_tree_order(xs))
         found.append(bytes(bytes_of(group.all_reduce(xs[group.rank_in_group], order="tree")).tolist()))
     return found
 
@@ -132,7 +120,7 @@ def _row_parallel(order: Literal["rank", "tree"]) -> bytes:
         x.chunk(group.world_size, 1)[group.rank_in_group],
         weight.chunk(group.world_size, 0)[group.rank_in_group],
     )
-    partial = _tree(_products(x, weight))
+    partial = tree(_products(x, weight))
     y = group.all_reduce(partial, order=order)
     scattered = group.reduce_scatter(partial, -1, order=order)
     assert _same(group.all_gather(scattered, -1), y)
@@ -140,7 +128,7 @@ def _row_parallel(order: Literal["rank", "tree"]) -> bytes:
 
 
 def test_a_row_parallel_matmul_has_equal_bits_for_every_size(pools: Pools) -> None:
-    expected = bytes(bytes_of(_tree(_products(*_layer()))).tolist())
+    expected = bytes(bytes_of(tree(_products(*_layer()))).tolist())
     found = {tp: set(pools(8).run(_row_parallel, "tree", tp=tp, timeout_s=DEADLINE_S)) for tp in (1, 2, 4, 8)}
     assert found == {tp: {expected} for tp in (1, 2, 4, 8)}
     in_rank_order = set(pools(8).run(_row_parallel, "rank", tp=8, timeout_s=DEADLINE_S))
@@ -173,7 +161,7 @@ def _compiled(backend: str) -> None:
         in_place = group.all_reduce_(x * 1, order="tree")
         return group.all_reduce(x, order="tree"), in_place, group.reduce_scatter(x, 0, order="tree")
 
-    expected = _in_tree_order(xs)
+    expected = in_tree_order(xs)
     whole, in_place, part = torch.compile(step, fullgraph=True, backend=backend)(xs[group.rank_in_group])
     assert _same(whole, expected) and _same(in_place, expected)
     assert _same(part, expected.chunk(group.world_size)[group.rank_in_group])
@@ -193,7 +181,7 @@ def _gradients() -> None:
     grads = [real_numbers(Form((4, 100)), torch.float32, 7 + rank) for rank in range(group.world_size)]
     x, y = (torch.ones(4, 100, requires_grad=True) for _ in range(2))
     group.all_reduce(x, order="tree").backward(grads[group.rank_in_group])
-    assert x.grad is not None and _same(x.grad, _in_tree_order(grads))
+    assert x.grad is not None and _same(x.grad, in_tree_order(grads))
     parts = [grad[:1] for grad in grads]
     group.reduce_scatter(y, 0, order="tree").backward(parts[group.rank_in_group])
     assert y.grad is not None and torch.equal(y.grad, torch.cat(parts))
