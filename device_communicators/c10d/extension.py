@@ -23,6 +23,8 @@ SOURCES = Path(__file__).parent / "csrc"
 LEAN = SOURCES / "lean"
 """Folder with replacements of the torch headers that take the longest to compile."""
 _NAME = "parallel_state_c10d"
+_LEVEL = ("-Og", "-finline-functions-called-once")
+"""Takes three quarters of the CPU time of -O1. Calls take 0.2 us longer."""
 _IMPORTING = threading.Lock()
 _NO_TIMEOUT = Timeout(0.0)
 """0 s plus the extra time of `extended_deadline`. The compiled module adds it to its own timeouts."""
@@ -91,9 +93,9 @@ def recipe() -> Recipe:
     return Recipe(
         'the backend "parallel_state" of torch.distributed',
         f"_c10d_torch{native_build.torch_minor()}.{version}.so",
-        (Unit(sources, ("-O1", *native_build.WITH_TORCH)),),
+        (Unit(sources, (*_LEVEL, *native_build.WITH_TORCH)),),
         folders=(*native_build.FOLDERS, SOURCES, LEAN / "ATen"),
-        usual_cpu_s=36.0,
+        usual_cpu_s=27.0,
         **flags,
     )
 

@@ -572,7 +572,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
     }
     call->settle(error, hooks_.get());
     lane_->end_inline();
-    call->announce();
+    call->announce(nullptr);  // nothing else has the call yet
     if (error != nullptr) std::rethrow_exception(error);
     return call;
   }
