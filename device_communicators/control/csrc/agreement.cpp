@@ -111,8 +111,8 @@ Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> me
 void Core::forget_rounds() {
   for (auto at = rounds_.begin(); at != rounds_.end();) {
     const Round& round = at->second;
-    const bool is_old = round.is_over() ? round.number + kMostKept <= rounds_opened_
-                                        : !round.called && round.expires < now_ - kSecond;
+    const bool is_old =
+        round.is_over() ? round.number + kMostKept <= rounds_opened_ : !round.called && round.expires < now_ - kSecond;
     at = is_old ? rounds_.erase(at) : std::next(at);
   }
 }
@@ -181,11 +181,11 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
       seat.told = false;
       round.expires = std::min(round.expires, now_ + std::clamp<Nanos>(message->remaining, 0, kNever / 4));
     }
-    if (kind == FrameKind::kDone) seat.done = true;
-    const bool counts =
-        kind == FrameKind::kDone || (kind == FrameKind::kAnswer && static_cast<int>(message->ballot) == round.me);
-    if (counts && kind == FrameKind::kAnswer) seat.answered = true;
-    if (counts && round.verdict == nullptr) round.verdict = message->verdict;
+    const bool is_done = kind == FrameKind::kDone;
+    const bool answers = kind == FrameKind::kAnswer && static_cast<int>(message->ballot) == round.me;
+    seat.done = seat.done || is_done;
+    seat.answered = seat.answered || answers;
+    if ((is_done || answers) && round.verdict == nullptr) round.verdict = message->verdict;
   }
   advance(entry);
 }

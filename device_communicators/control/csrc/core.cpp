@@ -640,23 +640,19 @@ bool Core::may_not_yield() const {
 }
 
 void Core::start_leading() {
-  bool acts = false, after_death = false, after_farewell = false;
+  bool acts = false, after_death = false;
   for (const int index : own_domain()) {
     const End* end = end_of(proc_at(index));
     acts = acts || (index < me_ && end == nullptr);
     after_death = after_death || (end != nullptr && end->is_death());
-    after_farewell = after_farewell || (index < me_ && end != nullptr);
   }
+  const bool follows = after_death || own_domain().front() != me_;
   for (std::size_t domain = 0; domain < watches_.size(); ++domain) {
     const bool dials = roster_->domains[domain].front() < me_;  // else it is dialed
     Watch& watch = watches_[domain] = Watch();
-    watch.dial_at = acts             ? now_
-                    : after_death    ? now_ + config_.tick
-                    : after_farewell ? now_ + config_.patience
-                    : dials          ? now_
-                                     : now_ + config_.patience;
+    watch.dial_at = now_ + (acts || (!follows && dials) ? 0 : after_death ? config_.tick : config_.patience);
     // The last lead published each longer silence.
-    watch.sign = watch.heard = acts || after_death || after_farewell ? now_ - unheard() : now_;
+    watch.sign = watch.heard = follows ? now_ - unheard() : now_;
     const auto silence = silences_.find(static_cast<int>(domain));
     if (silence == silences_.end() || !silence->second.second) continue;
     // A living domain gets `patience` to answer.
