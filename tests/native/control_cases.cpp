@@ -108,6 +108,16 @@ struct World {
     step(event);
   }
 
+  void beat(int connection, int from) {
+    bytes(connection, frame(FrameKind::kBeat, from, Writer().number(kEmptyDigest).take()));
+  }
+
+  void leave() {
+    Event event = event_of(Event::kLeave);
+    event.deadline = now + kSecond;
+    step(event);
+  }
+
   void read_board(int from, const Bytes& bytes) {
     Event event = event_of(Event::kBoard, -1, proc_of(from));
     event.bytes = bytes;
@@ -242,7 +252,7 @@ void ends_of_no_member_are_not_kept() {
 void a_state_is_not_starved_by_other_frames() {
   World world({2, 1});
   world.accept(3, 2);
-  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  world.beat(3, 2);
   world.board(1, {1});
   bool told = false;
   for (int i = 0; i < 30 && !told; ++i) {
@@ -277,10 +287,8 @@ void a_leaver_answers_all_its_calls() {
 void a_lead_waits_for_its_domain() {
   World world({2, 1});
   world.accept(3, 2);
-  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
-  Event leave = event_of(Event::kLeave);
-  leave.deadline = world.now + kSecond;
-  world.step(leave);
+  world.beat(3, 2);
+  world.leave();
   CHECK(!world.core.is_over() && world.sent(3, FrameKind::kState) == nullptr);
   world.board(1, {1});
   CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
@@ -288,9 +296,7 @@ void a_lead_waits_for_its_domain() {
 
 void a_last_leaver_connects_to_those_that_never_heard_of_it() {
   World world({1, 1}, 0);
-  Event leave = event_of(Event::kLeave);
-  leave.deadline = world.now + kSecond;
-  world.step(leave);
+  world.leave();
   CHECK(!world.core.is_over() && world.find(Action::kDial) != nullptr);
   world.answer(3, 1);
   CHECK(world.core.is_over() && world.sent(3, FrameKind::kState) != nullptr);
@@ -299,9 +305,7 @@ void a_last_leaver_connects_to_those_that_never_heard_of_it() {
 // The rest of its domain may exit before the next lead connects.
 void a_lead_that_leaves_first_connects_to_those_that_never_heard_of_it() {
   World world({2, 1}, 0);
-  Event leave = event_of(Event::kLeave);
-  leave.deadline = world.now + kSecond;
-  world.step(leave);
+  world.leave();
   world.pass(400 * kMillisecond, {proc_of(1)});
   CHECK(!world.core.is_over() && world.find(Action::kDial) != nullptr);
   world.answer(3, 2);
@@ -346,9 +350,7 @@ void a_decider_that_leaves_waits_until_its_callers_have_the_verdict() {
     world.call({0, 1}, "p", 10 * kSecond);
     world.bytes(3, world.value(1, {0, 1}, "p", "x", 1));
     CHECK(world.sent(3, FrameKind::kVerdict) != nullptr);
-    Event leave = event_of(Event::kLeave);
-    leave.deadline = world.now + kSecond;
-    world.step(leave);
+    world.leave();
     CHECK(!world.core.is_over());
     if (is_done) world.bytes(3, world.value(1, {0, 1}, "p", "", 1, FrameKind::kDone));
     else world.pass(kSecond);
@@ -358,9 +360,7 @@ void a_decider_that_leaves_waits_until_its_callers_have_the_verdict() {
   missing.accept(3, 1);
   missing.call({0, 1}, "p", 2 * kSecond);
   missing.pass(2 * kSecond);
-  Event leave = event_of(Event::kLeave);
-  leave.deadline = missing.now + kSecond;
-  missing.step(leave);
+  missing.leave();
   CHECK(missing.core.is_over());
 }
 
@@ -534,7 +534,7 @@ void an_empty_question_is_answered_without_the_program() {
 World with_stopped_peer() {
   World world({1, 1});
   world.accept(3, 1);
-  world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+  world.beat(3, 1);
   return world;
 }
 
@@ -581,7 +581,7 @@ void a_pause_of_this_process_ends_no_call_at_once() {
 void short_pauses_put_off_a_verdict_by_their_length() {
   World world({1, 1});
   world.accept(3, 1);
-  world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+  world.beat(3, 1);
   const Nanos start = world.now;
   while (world.core.ends().empty() && world.now - start < 60 * kSecond) {  // the peer's host is cut off
     world.pass(4 * kSecond);
@@ -596,7 +596,7 @@ void a_pause_of_any_length_judges_nobody_at_once() {
   for (const Nanos pause : {kSecond, 15 * kSecond, 500 * kSecond}) {
     World world({1, 1});
     world.accept(3, 1);
-    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.beat(3, 1);
     world.pass(19'800 * kMillisecond);
     CHECK(world.core.ends().empty());
     world.now += pause;
@@ -612,7 +612,7 @@ void a_limit_has_several_beats() {
   World world({1, 1}, 0, true, config);
   world.accept(3, 1);
   for (int i = 0; i < 10; ++i) {
-    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.beat(3, 1);
     world.pass(config.beat);
     CHECK(world.find(Action::kClose, 3) == nullptr && world.core.ends().empty());
   }
@@ -623,7 +623,7 @@ void a_clock_that_goes_back_ends_nothing() {
   world.accept(3, 1);
   world.now -= 100 * kSecond;
   for (int i = 0; i < 100; ++i) {
-    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.beat(3, 1);
     world.pass(kSecond / 2);
   }
   CHECK(world.core.ends().empty());
@@ -658,12 +658,12 @@ void a_lead_publishes_that_a_domain_is_silent() {
     return board == nullptr ? instead : board->bytes.back() != 0 ? "silent" : "answers";
   };
   world.accept(3, 2);
-  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  world.beat(3, 2);
   world.pass(kSecond, {proc_of(1)});
   CHECK(world.find(Action::kBoard) == nullptr);
   world.pass(kSecond, {proc_of(1)});
   CHECK(published("nothing") == Bytes("silent"));
-  world.bytes(3, world.frame(FrameKind::kBeat, 2, Writer().number(kEmptyDigest).take()));
+  world.beat(3, 2);
   world.pass(kSecond / 2, {proc_of(1)});
   CHECK(published("nothing") == Bytes("answers"));
 }
@@ -700,7 +700,7 @@ struct Host {
   void answer(int rank) {
     const int peer = static_cast<int>(runs.size());
     worlds[rank].accept(++connection, peer);
-    worlds[rank].bytes(connection, worlds[rank].frame(FrameKind::kBeat, peer, Writer().number(kEmptyDigest).take()));
+    worlds[rank].beat(connection, peer);
   }
   std::vector<World> worlds;
   std::vector<Bytes> boards;
@@ -752,7 +752,7 @@ void a_leaver_whose_farewell_comes_over_another() {
   World world({1, 1, 1});
   for (int peer : {1, 2}) {
     world.accept(2 + peer, peer);
-    world.bytes(2 + peer, world.frame(FrameKind::kBeat, peer, Writer().number(kEmptyDigest).take()));
+    world.beat(2 + peer, peer);
   }
   world.step(event_of(Event::kClosed, 3));
   world.pass(30 * kMillisecond);
@@ -782,7 +782,7 @@ void a_hunt_keeps_a_connection_that_was_idle() {
   world.accept(3, 1);
   world.accept(4, 2);
   for (int second = 0; second < 15; ++second) {
-    world.bytes(3, world.frame(FrameKind::kBeat, 1, Writer().number(kEmptyDigest).take()));
+    world.beat(3, 1);
     world.pass(kSecond);
     CHECK(world.find(Action::kClose) == nullptr);
   }
