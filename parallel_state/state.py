@@ -603,7 +603,7 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     "tp")`.
 
     Every rank of the world must call this with the same names, of axes or of groups that span axes (`dp`, `fsdp`).
-    Without names, the dims are all axes with more than one rank. `dp_shard` is also a dim if tp or ep is.
+    Without names, the dims are all axes with more than one rank, and `dp_shard` even with one if tp or ep has more.
     `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order the ranks differently.
 
     Raises LayoutError if two names share an axis, or if no order of the ranks fits all names, and

@@ -46,7 +46,7 @@ def is_single_rank(route: Route) -> bool:
 
 
 def _is_single_rank_reducing(route: Route, operation: str, x: Tensor, op: str = "sum") -> bool:
-    """Returns True in a group of one rank; raises UnsupportedError if a larger group couldn't reduce `x`."""
+    """Returns True in a group of one rank. Before that, raises UnsupportedError if larger groups can't reduce `x`."""
     if not is_single_rank(route):
         return False
     if not is_dynamo_compiling():

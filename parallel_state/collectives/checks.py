@@ -53,7 +53,7 @@ def wrong(context: GroupContext, operation: str, name: str, must: str, found: st
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Raises unless `x` is a dense tensor. With `needs_values`, a meta tensor needs a simulated or fake group."""
+    """Raises unless `x` is a dense tensor. `needs_values`: refuses meta tensors, except in simulated or fake groups."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "

@@ -98,7 +98,7 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns a kernel that computes the values of lazily conjugated, negated or zero arguments, then calls `op`.
+    """Returns a kernel that computes the values of lazily conjugated, negated or zeroed tensors, then calls `op`.
 
     Unlike torch's default kernel, it also copies results back into arguments if `op` returns nothing. Returns None if
     `op` writes no tensor except its argument `token`.

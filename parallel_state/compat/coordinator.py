@@ -22,9 +22,8 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the view of `made`, a group of this library. The first call creates it by the subclass's `_show`.
-
-        `facts`: further arguments of `_show`.
+        """Returns the view of `made`, a group of this library. The first call creates it and passes `facts` to the
+        subclass's `_show`.
         """
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"

@@ -18,7 +18,7 @@ class InitializedError(AlreadyInitializedError, AssertionError):
 
 
 class RefusedError(LayoutError, RuntimeError, AssertionError):
-    """Error for wrong sizes, of all types that Megatron raises."""
+    """Raised for wrong sizes. Has all types that Megatron raises for these."""
 
 
 @contextmanager

@@ -16,10 +16,10 @@ from device_communicators.c10d.world import World
 
 
 class ProcessGroupParallelState(ProcessGroupWrapper):
-    """Reconnects the replicas' ranks at each change of the quorum.
+    """A process group for torchft's `Manager`, which reconnects it when replicas join or leave.
 
-    If a rank exits, the calls of the other replicas fail within 1 s. `timeout` limits calls and the start of a group. A
-    failure of the group doesn't affect the replica's other groups. Errors number the group's ranks from 0.
+    If a rank exits, the calls of the other replicas fail within 1 s. The constructor's `timeout` limits calls and
+    reconnecting. A failure doesn't affect a replica's other groups. Errors number the group's ranks from 0.
     """
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:

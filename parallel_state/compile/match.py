@@ -150,7 +150,7 @@ def _written_out(found: Found) -> Found:
 def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
     """Matches x · rsqrt(mean(x²) + eps) and returns the product's node and eps.
 
-    `square`: the node of x². `wides`: the nodes that compute x.
+    `square`: the node of x². `wides`: x, or its conversions to float32 or wider.
     """
     mean = _only_user(square)
     last = _value(found.add).dim() - 1

@@ -327,7 +327,7 @@ class GroupCoordinator:
         self.route.check_usable()
 
         def resolve() -> tuple[list[int], Request]:
-            inside = creation.ranks_inside(self.context, ranks, sorts=self.pool is not None)
+            inside = creation.ranks_inside(self.context, ranks, must_ascend=self.pool is not None)
             if not isinstance(name, str):
                 raise checks.wrong(self.context, "make_sub_group", "name", "be a str", f"is {name!r}")
             return inside, {"list of ranks": format_ranks(ranks), "digest": digest(list(ranks))}
@@ -719,8 +719,8 @@ class GroupCoordinator:
         The memory is reused after the last tensor that views it is deleted. The result is an ordinary tensor if the
         group spans several hosts, if PARALLEL_STATE_SYMMETRIC_BYTES are used up, or in compiled code on GPUs.
 
-        On a GPU with PARALLEL_STATE_NCCL every rank of the group must call it with the same number of bytes, and pass
-        the same part of the tensor to a collective: see docs/gpus.md.
+        On a GPU with PARALLEL_STATE_NCCL=on every rank of the group must call it with the same number of bytes. All
+        ranks must pass equal slices of it to a collective: see docs/gpus.md.
         """
         return tensors.empty(self.route, self._token, size, dtype, device)
 

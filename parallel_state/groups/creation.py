@@ -112,7 +112,7 @@ def create_group(
         if given is None and len(ranks) > 1 and not fake:
             timeout.follow(partial(_set_timeouts, device, cpu_group, members.timeout_s))
         for_callers, found = traits.options.for_callers, None
-        is_programs = traits.device.type == "cpu" and pool.is_programs(device, everyone=domain.is_root)
+        is_programs = traits.device.type == "cpu" and pool.is_programs(device, with_default=domain.is_root)
         if given is not None:
             found = given.for_callers
         elif for_callers == traits.options:
@@ -132,7 +132,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts to `timeout_s`, gloo's to at least `at_creation_s`, because other groups use the same gloo."""
+    """Sets the timeouts to `timeout_s`. gloo's, which other groups use, doesn't become shorter than `at_creation_s`."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -205,8 +205,8 @@ def wrap(
         raise
 
 
-def ranks_inside(context: GroupContext, ranks: Sequence[int], *, sorts: bool) -> list[int]:
-    """Returns the global ranks of the group's `ranks`. With `sorts`, raises InvalidArgumentError unless they ascend."""
+def ranks_inside(context: GroupContext, ranks: Sequence[int], *, must_ascend: bool) -> list[int]:
+    """Returns the global ranks of the group's `ranks`. Raises InvalidArgumentError for wrong ones."""
     if not isinstance(ranks, (list, tuple, range)):
         raise InvalidArgumentError(
             f"ranks of a sub-group of {context} must be a list of ints, but is a {type(ranks).__name__}"
@@ -216,6 +216,6 @@ def ranks_inside(context: GroupContext, ranks: Sequence[int], *, sorts: bool) ->
     if not ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks of a sub-group of {context} must be distinct, but are {list(ranks)}")
     inside = [context.ranks[rank] for rank in ranks]
-    if sorts and inside != sorted(inside):
+    if must_ascend and inside != sorted(inside):
         raise InvalidArgumentError(f"the ranks of a group must be in ascending order, but are {list(ranks)}")
     return inside

@@ -2,8 +2,8 @@
 
 Other mechanisms find them in:
 
-- threads that the body starts: `threading.Thread.start` is wrapped while any groups are in use.
-- backward passes: autograd numbers the nodes of a thread. `_Forwards` records at which numbers the groups changed.
+- threads that start inside `use()`: `threading.Thread.start` is wrapped while any groups are in use.
+- backward passes: autograd numbers a thread's nodes in order. `_Forwards` records the groups of each range of numbers.
 - compiled code: see `_Current`.
 """
 
@@ -111,9 +111,9 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """Has the current groups in the attribute `groups`, on which compiled code sets a guard.
+    """The attribute `groups` is the current groups. Compiled code sets a guard on it.
 
-    The getter is an `instancemethod`: dynamo takes this type for a C function and doesn't trace it.
+    dynamo doesn't trace the attribute's getter, because it takes the type `instancemethod` for a C function.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

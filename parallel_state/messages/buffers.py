@@ -74,7 +74,7 @@ def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Returns the dict `received` with its tensors copied to the buffers `out`, unless received there.
+    """Returns the dict `received` with its tensors in the buffers `out`. Copies tensors that aren't there yet.
 
     If a tensor doesn't fit, raises an error and changes no buffer.
     """

@@ -67,9 +67,9 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the index in TRANSFERS of the call that receives `reader`'s message.
+    """Returns the index in TRANSFERS of the call that errors name if `reader`'s message doesn't fit.
 
-    It is the thread's current call, or recv_tensor_dict if that call has a spec and first completes an earlier one.
+    A receive with a spec first completes earlier receives. Those without a spec count as recv_tensor_dict.
     """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
@@ -171,7 +171,7 @@ class LibraryMedium(RouteMedium):
     takes_many = True
 
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels`: carries messages to one rank; None: transfers over `route` do."""
+        """`channels`: sends messages to single ranks. Without it, they are sent as transfers over `route`."""
         super().__init__(route)
         self.channels = channels
         self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
@@ -273,7 +273,7 @@ class LibraryMedium(RouteMedium):
     def announce(self, call: UserCall) -> None:
         """Counts the broadcast `call` as one of the group's collectives.
 
-        A rank in a collective reads no messages. It detects the mismatch with a broadcast by this count.
+        Ranks in a collective read no messages, but compare these counts. So they detect that this rank broadcasts.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

@@ -320,8 +320,8 @@ def _run(
 ) -> None:
     """Sends `pieces` to rank `peer`, or receives into them, by the torch op `op`.
 
-    Eager calls with plain CPU tensors use the messenger's `method` instead. `began`: when C++ code began this call,
-    or 0.
+    Eager calls with plain CPU tensors call the messenger's `method` instead of `op`. `began`: the call's start, if C++
+    code began it, or 0.
     """
     if not _is_plain(pieces):
         op(pieces, token, spec.digest, peer, messenger.route.key)

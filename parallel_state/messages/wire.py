@@ -358,7 +358,7 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
     """Returns a copy of the dict, and the `id()` of each tensor that `all_gather_tensors` maps to False.
 
-    Makes these tensors dense. The codec would replace others by dense tensors with other ids.
+    Replaces these tensors by dense ones, because the codec would do so later and change the ids.
     """
     tensors = tensors.copy()
     whole = set()

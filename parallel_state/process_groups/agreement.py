@@ -122,7 +122,7 @@ class Agreement:
     ) -> str:
         """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
 
-        After a timeout the ranks can try again together. An equal group of a later world gets the same name, which
+        After a timeout the ranks can try again together. If the world is made anew, its groups get the old names, as
         DTensor's caches need. `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create
         the group; all ranks then raise CommunicationError.
         """

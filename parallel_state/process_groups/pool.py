@@ -372,13 +372,13 @@ class ProcessGroupPool:
             self._users[key] += 1
             return Acquired(self._groups[key], (key,))
 
-    def is_programs(self, acquired: Acquired, *, everyone: bool) -> bool:
+    def is_programs(self, acquired: Acquired, *, with_default: bool) -> bool:
         """Returns True if the program, not this library, created the group.
 
-        `everyone`: if False, torch's default group doesn't count.
+        `with_default`: whether torch's default group counts as the program's.
         """
         own = self._borrowed.intersection(acquired.keys)
-        return any(everyone or self._groups[key] is not dist.group.WORLD for key in own)
+        return any(with_default or self._groups[key] is not dist.group.WORLD for key in own)
 
     def release(self, acquired: Acquired, *, failed: bool = False) -> None:
         """Gives back a group; the last user's call destroys it. Ranks that acquired a group together must also release

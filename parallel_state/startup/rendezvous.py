@@ -500,7 +500,7 @@ class _Meeting:
         """Waits for rank 0's decision. Returns True if this process is in the world.
 
         `world`: the store of the world `name`. `launcher`: the launcher's store, which names the newest world. Returns
-        False if that is another one.
+        False if the newest world isn't `name`.
         """
         refused_at, look_at = None, time.monotonic()
         while True:

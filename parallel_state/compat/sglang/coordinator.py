@@ -282,7 +282,7 @@ def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns name -> function of the module `module`, which calls a method of a group.
+    """Creates functions for the compat module `module`, by name. Each calls a method of a group.
 
     `table`: name -> group and method, such as `tp.all_reduce`.
     """

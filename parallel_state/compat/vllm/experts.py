@@ -39,8 +39,8 @@ def install() -> bool:
 def localized(weights: Tensor, ids: Tensor, expert_map: Tensor, applied_to_input: bool) -> dict[str, Any]:
     """Returns arguments of vLLM's `apply`, with local expert ids. Experts of other ranks get weight 0.
 
-    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has each expert's local id, or -1. With `applied_to_input`,
-    this rank's experts get weight 1.
+    `weights` and `ids` are `[tokens, top_k]`. `expert_map` has each expert's local id, or -1. If the
+    weights were `applied_to_input`, this rank's experts get weight 1.
     """
     local = expert_map[ids.long()]
     weights = torch.ones_like(weights) if applied_to_input else weights

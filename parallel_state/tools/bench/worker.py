@@ -24,9 +24,9 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank: either `elapsed_s`, the duration of all its calls, or one time per call.
+    """The times of one rank's calls: `elapsed_s` for all, or one moment per call, in ns of the host's clock.
 
-    One time per call: one rank records when its calls start, the others when theirs end, in ns of the host's clock.
+    In the second case one rank records `starts_ns`, and the others `ends_ns`.
     """
 
     elapsed_s: float = 0.0

@@ -479,7 +479,7 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Matches ranks whose shortest time is an outlier. Other programs' load hardly changes the shortest time."""
+    """Matches ranks whose core is slow. Compares each rank's shortest time of a loop, which load hardly changes."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):
