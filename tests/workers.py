@@ -208,8 +208,9 @@ def _lay_out(wanted: tuple[int, int] | None, layout: tuple[int, int] | None) -> 
     import parallel_state as ps
 
     ps.destroy_model_parallel()
-    if wanted is None:
+    if wanted is None or layout is None:  # the function before can have left a world
         ps.destroy_distributed_environment()
+    if wanted is None:
         return None
     if layout is None:
         ps.init_distributed_environment(backend=os.environ.get("RANKS_BACKEND", "gloo"))
