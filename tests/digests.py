@@ -22,6 +22,7 @@ from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError, UnsupportedError
 from tests.contract.cases import FLOAT8, FLOATS, MOVABLE, REDUCIBLE, bytes_of, in_tree_order, is_defined
+from tests.extent import LONG
 
 FILE = Path(__file__).with_suffix(".json")
 REDUCTIONS = ("sum", "avg", "min", "max", "product")
@@ -30,6 +31,7 @@ COUNTS = (5, 1_000, 20_001, 150_001)
 LARGE_COUNTS = (2_300_001,)
 """Elements per rank for sums of float32 and bfloat16 only. Transports divide such large sums further."""
 MOVED_COUNTS = (3, 20_001)
+COMPILED_EVERYWHERE = ("bfloat16", "int64", "float8_e4m3fn")
 WIDTHS = (1, 64, 1_000)
 
 
@@ -52,13 +54,26 @@ def stored() -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-def differences(placement: Placement, found: dict[str, str]) -> list[str]:
+def differences(placement: Placement, found: dict[str, str], compiled: bool = False) -> list[str]:
     expected = stored()["digests"].get(str(placement), {})
+    if compiled:
+        expected = {case: held.split(" ")[-1] for case, held in expected.items() if compiles(placement.row, case)}
     return [
         f"{placement}, {case}: {found.get(case, 'not run')}, but {FILE.name} has {expected.get(case, 'nothing')}"
         for case in sorted(expected.keys() | found.keys())
         if expected.get(case) != found.get(case)
     ]
+
+
+def compiles(row: str, case: str) -> bool:
+    """Returns True if tests run the case compiled, too. Started calls break a graph. To save time, most reductions are
+    compiled for float32 only, and most dtypes over shared memory only.
+    """
+    call, *words, dtype = case.split(" ")
+    if call == "isend" or call.endswith("_async"):
+        return False
+    has_dtype = LONG or row == "shared_memory" or dtype in COMPILED_EVERYWHERE
+    return dtype == "float32" or (has_dtype and not set(words) & set(REDUCTIONS[1:]))
 
 
 def combined(of_ranks: Sequence[dict[str, list[str]]]) -> dict[str, str]:
@@ -94,6 +109,26 @@ def digests_of_rank(group: Any) -> dict[str, list[str]]:
                 expected = case.expected([case.make(count, each)[0] for each in range(group.world_size)])
                 assert result == _bytes([expected]), f"{case} of {count} elements on rank {rank}"
         found[str(case)] = [_digest(result) for result in results]
+    return found
+
+
+def digests_of_compiled(group: Any, row: str) -> dict[str, list[str]]:
+    """Returns digests as digests_of_rank does, of each case's last size. One graph has all calls of a dtype."""
+    found: dict[str, list[str]] = {}
+    by_dtype: dict[torch.dtype, list[Case]] = {}
+    for case in _cases(group):
+        if compiles(row, str(case)):
+            by_dtype.setdefault(case.dtype, []).append(case)
+    for cases in by_dtype.values():
+        torch._dynamo.reset()
+        calls = [case.call for case in cases]
+
+        def run(arguments: list[tuple[Tensor, ...]], calls: Any = calls) -> list[Sequence[Tensor]]:
+            return [call(*given) for call, given in zip(calls, arguments, strict=True)]
+
+        arguments = [case.make(case.counts[-1], group.rank_in_group) for case in cases]
+        results = torch.compile(run, backend="aot_eager", fullgraph=True)(arguments)
+        found |= {str(case): [_digest(_bytes(result))] for case, result in zip(cases, results, strict=True)}
     return found
 
 

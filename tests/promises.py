@@ -6,6 +6,7 @@ A promise is one line, made from a collected test's name or a key of `digests.js
 
     row 03 | gloo | coordinator | all_reduce_async      # fault row, transport, door, further parameters of the test
     bits | shared_memory | all_reduce_async | float32   # transport, call (isend and …_async are started calls), dtype
+    bits | shared_memory | gather | float32 | compiled  # the same in compiled code
     compiled | test_graph_breaks | inductor-names3      # file, parameters
     layout | megatron | sglang | the_groups             # preset, engine whose code makes the groups, further parameters
     doors | gloo-compiled-all_reduce                    # transport, door, operation
@@ -64,14 +65,14 @@ def promises_of(test_ids: Iterable[str]) -> set[str]:
             case = _without_transport(parameters) or function.removeprefix("test_")
             transport, door = _word(_TRANSPORTS, test_id, "any"), _word(_DOORS, test_id, "coordinator")
             found.add(f"row {row:02} | {transport} | {door} | {case}")
-        if path.startswith("tests/compile/"):
+        if function in ("test_bits_are_the_stored_ones", "test_compiled_bits_are_the_stored_ones"):
+            found |= set(_of_digests(parameters, "compiled" in function))
+        elif path.startswith("tests/compile/"):
             found.add(f"compiled | {Path(path).stem} | {function.removeprefix('test_')} {parameters}".rstrip())
         elif function == "test_every_door_gives_the_same":
             found.add(f"doors | {parameters}")
         elif path in _LAYOUTS:
             found.add(_of_layouts(function.removeprefix("test_"), *parameters.split("-")))
-        elif function == "test_bits_are_the_stored_ones":
-            found |= set(_of_digests(parameters))
     return found
 
 
@@ -119,13 +120,17 @@ def _without_transport(parameters: str) -> str:
     return "-".join(part for part in parameters.split("-") if part and part not in words)
 
 
-def _of_digests(placement: str) -> Iterator[str]:
+def _of_digests(placement: str, compiled: bool) -> Iterator[str]:
     from tests import digests
 
     row, _, _ = placement.partition(" ")
     for case in digests.stored()["digests"][placement]:
-        call, *reduction, dtype = case.split(" ")
-        yield " | ".join(("bits", row, " ".join((call, *reduction)), dtype))
+        call, _, dtype = case.rpartition(" ")
+        line = f"bits | {row} | {call} | {dtype}"
+        if not compiled:
+            yield line
+        elif digests.compiles(row, case):
+            yield f"{line} | compiled"
 
 
 def _of_layouts(function: str, preset: str, *others: str) -> str:

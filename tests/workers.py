@@ -40,9 +40,9 @@ _SLOW_IMPORTS = {
         "test_bench_command", "test_benchmarks", "test_c10d_launchers"
     ),
     ("tests.compile.compiler_preload",): (
-        COMPILING, "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_fused_models",
-        "test_graph_breaks", "test_messages_past_python", "test_ops_registration", "test_seed_rows",
-        "test_symmetric_tensors", "test_tensor_dicts",
+        COMPILING, "test_c10d_programs", "test_collectives_ranks", "test_compile", "test_compiled_bits",
+        "test_fused_models", "test_graph_breaks", "test_messages_past_python", "test_ops_registration",
+        "test_seed_rows", "test_symmetric_tensors", "test_tensor_dicts",
     ),
     ("transformers.models.llama.modeling_llama",): ("test_c10d_programs", "test_fused_models", "test_transformers"),
 }  # fmt: skip

@@ -11,14 +11,16 @@ from tests.digests import PLACEMENTS, Placement
 from tests.hosts import HostRanks
 from tests.workers import WorkerPool
 
+DEADLINE_S = 300.0
 
-def _body(member: Member) -> dict[str, list[str]]:
+
+def _body(member: Member, compiled: bool) -> dict[str, list[str]]:
     member.cases += 1
-    return digests.digests_of_rank(member.group)
+    return digests.digests_of_compiled(member.group, member.row) if compiled else digests.digests_of_rank(member.group)
 
 
-def found_on(placement: Placement, ranks: WorkerPool) -> dict[str, str]:
-    answers = ranks.run(_run_on_rank, placement.row, _body, (), tp=len(placement.hosts))
+def found_on(placement: Placement, ranks: WorkerPool, compiled: bool = False) -> dict[str, str]:
+    answers = ranks.run(_run_on_rank, placement.row, _body, (compiled,), tp=len(placement.hosts), timeout_s=DEADLINE_S)
     for refused, _, _ in answers:
         assert refused is None, f"{placement} is unavailable: {refused}"
     return digests.combined([answer for _, _, answer in answers])
