@@ -11,7 +11,7 @@ import pytest
 
 from device_communicators.cpu import native_build
 from tests.extent import LONG
-from tests.internals.compiled import kept
+from tests.helpers.compiled import kept
 
 pytestmark = pytest.mark.slow
 
