@@ -37,7 +37,7 @@ namespace interleavings {
 
 constexpr int kProcesses = 4;
 constexpr int kVariables = 20;
-constexpr int kAccesses = 44;
+constexpr int kAccesses = 56;
 constexpr int kMostStores = 24;
 constexpr std::size_t kStackBytes = 32 << 10;
 constexpr std::size_t kHeapBytes = 8 << 10;
