@@ -66,25 +66,76 @@ bool carried(string_view group, Call call) {
   return false;
 }
 
-struct AllReduce {
-  static constexpr const char* kName = "all_reduce";
-  using Signature = Tensor(const Tensor&, Tensor&, string_view, string_view);
+// The op is `kFunction` of ops.h, its options between token and group.
+template <typename Op, auto kFunction, typename... Options>
+struct Made {
+  using Signature = Tensor(const Tensor&, Tensor&, Options..., string_view);
 
-  static Tensor run(const Tensor& x, Tensor& token, string_view op, string_view group) {
+  static Tensor run(const Tensor& x, Tensor& token, Options... options, string_view group) {
     Tensor out;
-    if (carried(group, [&](Served& served) { return all_reduce(served, x, op, &out); })) return out;
-    return in_python<AllReduce>(x, token, op, group);
+    if (carried(group, [&](Served& served) { return kFunction(served, x, options..., &out); })) return out;
+    return in_python<Op>(x, token, options..., group);
   }
 };
 
-struct AllReduceInPlace {
-  static constexpr const char* kName = "all_reduce_";
-  using Signature = void(Tensor&, Tensor&, string_view, string_view);
+template <typename Op, auto kFunction, typename... Options>
+struct Filled {
+  using Signature = void(const Tensor&, Tensor&, Tensor&, Options..., string_view);
 
-  static void run(Tensor& x, Tensor& token, string_view op, string_view group) {
-    if (carried(group, [&](Served& served) { return all_reduce_in_place(served, x, op); })) return;
-    in_python<AllReduceInPlace>(x, token, op, group);
+  static void run(const Tensor& x, Tensor& token, Tensor& out, Options... options, string_view group) {
+    if (carried(group, [&](Served& served) { return kFunction(served, x, options..., &out); })) return;
+    in_python<Op>(x, token, out, options..., group);
   }
+};
+
+template <typename Op, auto kFunction, typename X, typename... Options>
+struct WithoutResult {
+  using Signature = void(X, Tensor&, Options..., string_view);
+
+  static void run(X x, Tensor& token, Options... options, string_view group) {
+    if (carried(group, [&](Served& served) { return kFunction(served, x, options...); })) return;
+    in_python<Op>(x, token, options..., group);
+  }
+};
+
+struct AllReduce : Made<AllReduce, all_reduce, string_view> {
+  static constexpr const char* kName = "all_reduce";
+};
+struct AllReduceInPlace : WithoutResult<AllReduceInPlace, all_reduce_in_place, Tensor&, string_view> {
+  static constexpr const char* kName = "all_reduce_";
+};
+struct AllGather : Made<AllGather, all_gather, std::int64_t> {
+  static constexpr const char* kName = "all_gather";
+};
+struct AllGatherInto : Filled<AllGatherInto, all_gather, std::int64_t> {
+  static constexpr const char* kName = "all_gather_into";
+};
+struct AllGatherv : Made<AllGatherv, all_gatherv, std::int64_t, c10::SymIntArrayRef> {
+  static constexpr const char* kName = "all_gatherv";
+};
+struct ReduceScatter : Made<ReduceScatter, reduce_scatter, std::int64_t, string_view> {
+  static constexpr const char* kName = "reduce_scatter";
+};
+struct ReduceScatterInto : Filled<ReduceScatterInto, reduce_scatter, std::int64_t, string_view> {
+  static constexpr const char* kName = "reduce_scatter_into";
+};
+struct ReduceScatterv : Made<ReduceScatterv, reduce_scatterv, std::int64_t, c10::SymIntArrayRef, string_view> {
+  static constexpr const char* kName = "reduce_scatterv";
+};
+struct AllToAll : Made<AllToAll, all_to_all, Splits, Splits> {
+  static constexpr const char* kName = "all_to_all";
+};
+struct AllToAllInto : Filled<AllToAllInto, all_to_all, Splits, Splits> {
+  static constexpr const char* kName = "all_to_all_into";
+};
+struct Broadcast : Made<Broadcast, broadcast, std::int64_t> {
+  static constexpr const char* kName = "broadcast";
+};
+struct BroadcastInPlace : WithoutResult<BroadcastInPlace, broadcast_in_place, Tensor&, std::int64_t> {
+  static constexpr const char* kName = "broadcast_";
+};
+struct Send : WithoutResult<Send, send, const Tensor&, std::int64_t> {
+  static constexpr const char* kName = "send";
 };
 
 struct AllReduceAddRmsNorm {
@@ -100,97 +151,6 @@ struct AllReduceAddRmsNorm {
     };
     if (carried(group, call)) return {out, after};
     return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
-  }
-
-  static std::tuple<Tensor, Tensor> differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
-                                                   const Tensor& residual, const Tensor& weight, double eps,
-                                                   string_view group);
-};
-
-struct AllGather {
-  static constexpr const char* kName = "all_gather";
-  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
-
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view group) {
-    Tensor out;
-    if (carried(group, [&](Served& served) { return all_gather(served, x, dim, &out); })) return out;
-    return in_python<AllGather>(x, token, dim, group);
-  }
-};
-
-struct AllGatherInto {
-  static constexpr const char* kName = "all_gather_into";
-  using Signature = void(const Tensor&, Tensor&, Tensor&, std::int64_t, string_view);
-
-  static void run(const Tensor& x, Tensor& token, Tensor& out, std::int64_t dim, string_view group) {
-    if (carried(group, [&](Served& served) { return all_gather(served, x, dim, &out); })) return;
-    in_python<AllGatherInto>(x, token, out, dim, group);
-  }
-};
-
-struct ReduceScatter {
-  static constexpr const char* kName = "reduce_scatter";
-  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view, string_view);
-
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, string_view op, string_view group) {
-    Tensor out;
-    if (carried(group, [&](Served& served) { return reduce_scatter(served, x, dim, op, &out); })) return out;
-    return in_python<ReduceScatter>(x, token, dim, op, group);
-  }
-};
-
-struct ReduceScatterInto {
-  static constexpr const char* kName = "reduce_scatter_into";
-  using Signature = void(const Tensor&, Tensor&, Tensor&, std::int64_t, string_view, string_view);
-
-  static void run(const Tensor& x, Tensor& token, Tensor& out, std::int64_t dim, string_view op, string_view group) {
-    if (carried(group, [&](Served& served) { return reduce_scatter(served, x, dim, op, &out); })) return;
-    in_python<ReduceScatterInto>(x, token, out, dim, op, group);
-  }
-};
-
-struct AllToAll {
-  static constexpr const char* kName = "all_to_all";
-  using Signature = Tensor(const Tensor&, Tensor&, Splits, Splits, string_view);
-
-  static Tensor run(const Tensor& x, Tensor& token, Splits output_splits, Splits input_splits, string_view group) {
-    Tensor out;
-    const auto call = [&](Served& served) { return all_to_all(served, x, output_splits, input_splits, &out); };
-    return carried(group, call) ? out : in_python<AllToAll>(x, token, output_splits, input_splits, group);
-  }
-};
-
-struct AllToAllInto {
-  static constexpr const char* kName = "all_to_all_into";
-  using Signature = void(const Tensor&, Tensor&, Tensor&, Splits, Splits, string_view);
-
-  static void run(const Tensor& x, Tensor& token, Tensor& out, Splits output_splits, Splits input_splits,
-                  string_view group) {
-    const auto call = [&](Served& served) { return all_to_all(served, x, output_splits, input_splits, &out); };
-    if (!carried(group, call)) in_python<AllToAllInto>(x, token, out, output_splits, input_splits, group);
-  }
-};
-
-struct AllGatherv {
-  static constexpr const char* kName = "all_gatherv";
-  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, c10::SymIntArrayRef, string_view);
-
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, c10::SymIntArrayRef sizes, string_view group) {
-    Tensor out;
-    if (carried(group, [&](Served& served) { return all_gatherv(served, x, dim, sizes, &out); })) return out;
-    return in_python<AllGatherv>(x, token, dim, sizes, group);
-  }
-};
-
-struct ReduceScatterv {
-  static constexpr const char* kName = "reduce_scatterv";
-  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, c10::SymIntArrayRef, string_view, string_view);
-
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t dim, c10::SymIntArrayRef sizes, string_view op,
-                    string_view group) {
-    Tensor out;
-    if (carried(group, [&](Served& served) { return reduce_scatterv(served, x, dim, sizes, op, &out); })) return out;
-    return in_python<ReduceScatterv>(x, token, dim, sizes, op, group);
   }
 };
 
@@ -220,27 +180,6 @@ struct Scatter {
     };
     if (device.is_cpu() && carried(group, call)) return out;
     return in_python<Scatter>(x, token, size, dtype, device, dim, src, group);
-  }
-};
-
-struct Broadcast {
-  static constexpr const char* kName = "broadcast";
-  using Signature = Tensor(const Tensor&, Tensor&, std::int64_t, string_view);
-
-  static Tensor run(const Tensor& x, Tensor& token, std::int64_t src, string_view group) {
-    Tensor out;
-    if (carried(group, [&](Served& served) { return broadcast(served, x, src, &out); })) return out;
-    return in_python<Broadcast>(x, token, src, group);
-  }
-};
-
-struct BroadcastInPlace {
-  static constexpr const char* kName = "broadcast_";
-  using Signature = void(Tensor&, Tensor&, std::int64_t, string_view);
-
-  static void run(Tensor& x, Tensor& token, std::int64_t src, string_view group) {
-    if (carried(group, [&](Served& served) { return broadcast_in_place(served, x, src); })) return;
-    in_python<BroadcastInPlace>(x, token, src, group);
   }
 };
 
@@ -279,15 +218,6 @@ struct Barrier {
   }
 };
 
-struct Send {
-  static constexpr const char* kName = "send";
-  using Signature = void(const Tensor&, Tensor&, std::int64_t, string_view);
-
-  static void run(const Tensor& x, Tensor& token, std::int64_t dst, string_view group) {
-    if (!carried(group, [&](Served& served) { return send(served, x, dst); })) in_python<Send>(x, token, dst, group);
-  }
-};
-
 struct Receive {
   static constexpr const char* kName = "recv";
   using Signature = Tensor(Tensor&, c10::SymIntArrayRef, at::ScalarType, at::Device, std::int64_t, string_view);
@@ -319,9 +249,13 @@ Outcome broadcast_own_list(Served& served, int src, const std::vector<Piece>& pi
   return src == served.handle().rank() ? broadcast_list(served, src, pieces) : Outcome::kLeft;
 }
 
-template <Outcome (*kCarry)(Served&, int, const std::vector<Piece>&)>
+template <typename Op, Outcome (*kCarry)(Served&, int, const std::vector<Piece>&)>
 struct OfList {
   using Signature = void(at::TensorList, Tensor&, string_view, std::int64_t, string_view);
+
+  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t peer, string_view group) {
+    if (!carried(x, form, peer, group)) in_python<Op>(x, token, form, peer, group);
+  }
 
   static bool carried(at::TensorList x, string_view form, std::int64_t peer, string_view group) {
     const double called_s = coarse_now_s();
@@ -344,155 +278,84 @@ struct OfList {
   }
 };
 
-struct SendList : OfList<send_list> {
+struct SendList : OfList<SendList, send_list> {
   static constexpr const char* kName = "send_list";
-  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t dst, string_view group) {
-    if (!carried(x, form, dst, group)) in_python<SendList>(x, token, form, dst, group);
-  }
 };
-
-struct ReceiveListInPlace : OfList<receive_list> {
+struct ReceiveListInPlace : OfList<ReceiveListInPlace, receive_list> {
   static constexpr const char* kName = "recv_list_";
-  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t src, string_view group) {
-    if (!carried(x, form, src, group)) in_python<ReceiveListInPlace>(x, token, form, src, group);
-  }
 };
-
-struct BroadcastList : OfList<broadcast_own_list> {
+struct BroadcastList : OfList<BroadcastList, broadcast_own_list> {
   static constexpr const char* kName = "broadcast_list";
-  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t src, string_view group) {
-    if (!carried(x, form, src, group)) in_python<BroadcastList>(x, token, form, src, group);
-  }
 };
-
-struct BroadcastListInPlace : OfList<broadcast_list> {
+struct BroadcastListInPlace : OfList<BroadcastListInPlace, broadcast_list> {
   static constexpr const char* kName = "broadcast_list_";
-  static void run(at::TensorList x, Tensor& token, string_view form, std::int64_t src, string_view group) {
-    if (!carried(x, form, src, group)) in_python<BroadcastListInPlace>(x, token, form, src, group);
-  }
 };
 
-bool wants_gradient(const Tensor& x) {
-  return (x.requires_grad() && at::GradMode::is_enabled()) || x._fw_grad(/*level=*/0).defined();
+bool any_wants_gradient(const Tensor& x) { return wants_gradient(x); }
+bool any_wants_gradient(const std::optional<Tensor>& x) { return x.has_value() && wants_gradient(*x); }
+bool any_wants_gradient(at::TensorList x) { return std::any_of(x.begin(), x.end(), wants_gradient); }
+template <typename Other>
+bool any_wants_gradient(const Other&) {
+  return false;
 }
 
-bool wants_gradient(const std::optional<Tensor>& x) { return x.has_value() && wants_gradient(*x); }
-bool wants_gradient(at::TensorList x) {
-  return std::any_of(x.begin(), x.end(), [](const Tensor& each) { return wants_gradient(each); });
+void note_written(const Tensor& x) {
+  if (!x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+}
+void note_written(at::TensorList x) {
+  for (const Tensor& each : x) note_written(each);
+}
+
+constexpr bool ends_with(string_view name, string_view end) {
+  return name.size() >= end.size() && name.substr(name.size() - end.size()) == end;
 }
 
 template <typename Op, typename Signature = typename Op::Signature>
 struct Autograd;
 
-template <typename Op, typename Result, typename X, typename... Arguments>
-struct Autograd<Op, Result(X, Arguments...)> {
-  static Result run(c10::DispatchKeySet keys, X x, Arguments... arguments) {
-    if (wants_gradient(x)) return in_python<Op>(x, arguments...);
+template <typename Op, typename Result, typename... Arguments>
+struct Autograd<Op, Result(Arguments...)> {
+  static Result run(c10::DispatchKeySet keys, Arguments... arguments) {
+    if ((any_wants_gradient(arguments) || ...)) return in_python<Op>(arguments...);
     const auto& op = find_op<Op>();
     if constexpr (std::is_void_v<Result>) {
-      op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
-      constexpr bool writes = string_view(Op::kName).back() == '_';
-      if (writes && !x.is_inference()) x.unsafeGetTensorImpl()->bump_version();
+      op.redispatch(keys & c10::after_autograd_keyset, arguments...);
+      const auto all = std::tie(arguments...);
+      if constexpr (ends_with(Op::kName, "_into")) note_written(std::get<2>(all));
+      else if constexpr (ends_with(Op::kName, "_")) note_written(std::get<0>(all));
     } else {
-      return op.redispatch(keys & c10::after_autograd_keyset, x, arguments...);
+      return op.redispatch(keys & c10::after_autograd_keyset, arguments...);
     }
   }
 };
 
-template <typename Op, typename Signature = typename Op::Signature>
-struct AutogradInto;
-
-template <typename Op, typename... Arguments>
-struct AutogradInto<Op, void(const Tensor&, Tensor&, Tensor&, Arguments...)> {
-  static void run(c10::DispatchKeySet keys, const Tensor& x, Tensor& token, Tensor& out, Arguments... arguments) {
-    if (wants_gradient(x) || wants_gradient(out)) return in_python<Op>(x, token, out, arguments...);
-    find_op<Op>().redispatch(keys & c10::after_autograd_keyset, x, token, out, arguments...);
-    if (!out.is_inference()) out.unsafeGetTensorImpl()->bump_version();
-  }
-};
-
-std::tuple<Tensor, Tensor> AllReduceAddRmsNorm::differentiable(c10::DispatchKeySet keys, const Tensor& x, Tensor& token,
-                                                               const Tensor& residual, const Tensor& weight, double eps,
-                                                               string_view group) {
-  if (wants_gradient(x) || wants_gradient(residual) || wants_gradient(weight)) {
-    return in_python<AllReduceAddRmsNorm>(x, token, residual, weight, eps, group);
-  }
-  return find_op<AllReduceAddRmsNorm>().redispatch(keys & c10::after_autograd_keyset, x, token, residual, weight, eps,
-                                                   group);
-}
-
-template <typename Op>
-void list_on_autograd(c10::DispatchKeySet keys, at::TensorList x, Tensor& token, string_view form, std::int64_t peer,
-                      string_view group) {
-  if (wants_gradient(x)) return in_python<Op>(x, token, form, peer, group);
-  find_op<Op>().redispatch(keys & c10::after_autograd_keyset, x, token, form, peer, group);
-  if (string_view(Op::kName).back() != '_') return;
-  for (const Tensor& each : x) {
-    if (!each.is_inference()) each.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
-template <typename Op>
+template <typename... Ops>
 void on_cpu(torch::Library& library) {
-  library.impl(Op::kName, TORCH_FN(Op::run));
+  (library.impl(Ops::kName, TORCH_FN(Ops::run)), ...);
 }
 
-template <typename Op>
+template <typename... Ops>
 void on_autograd(torch::Library& library) {
-  library.impl(Op::kName, TORCH_FN(Autograd<Op>::run));
-}
-
-template <typename... Ops>
-void all_on_autograd(torch::Library& library) {
-  (on_autograd<Ops>(library), ...);
-}
-
-template <typename... Ops>
-void all_into_on_autograd(torch::Library& library) {
-  (library.impl(Ops::kName, TORCH_FN(AutogradInto<Ops>::run)), ...);
+  (library.impl(Ops::kName, TORCH_FN(Autograd<Ops>::run)), ...);
 }
 
 void autograd(torch::Library& library) {
-  library.impl(AllReduceAddRmsNorm::kName, TORCH_FN(AllReduceAddRmsNorm::differentiable));
-  all_on_autograd<AllReduce, AllReduceInPlace, AllGather, AllGatherv, ReduceScatter, ReduceScatterv, Gather, Scatter,
-                  AllToAll, Broadcast, BroadcastInPlace, Send>(library);
-  all_into_on_autograd<AllGatherInto, ReduceScatterInto, AllToAllInto>(library);
+  on_autograd<AllReduce, AllReduceInPlace, AllReduceAddRmsNorm, AllGather, AllGatherInto, AllGatherv, ReduceScatter,
+              ReduceScatterInto, ReduceScatterv, Gather, Scatter, AllToAll, AllToAllInto, Broadcast, BroadcastInPlace,
+              Send>(library);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(parallel_state, CPU, library) {
-  on_cpu<AllReduce>(library);
-  on_cpu<AllReduceInPlace>(library);
-  on_cpu<AllReduceAddRmsNorm>(library);
-  on_cpu<AllGather>(library);
-  on_cpu<AllGatherInto>(library);
-  on_cpu<AllGatherv>(library);
-  on_cpu<ReduceScatter>(library);
-  on_cpu<ReduceScatterInto>(library);
-  on_cpu<ReduceScatterv>(library);
-  on_cpu<Gather>(library);
-  on_cpu<Scatter>(library);
-  on_cpu<AllToAll>(library);
-  on_cpu<AllToAllInto>(library);
-  on_cpu<Broadcast>(library);
-  on_cpu<BroadcastInPlace>(library);
-  on_cpu<Empty>(library);
-  on_cpu<Barrier>(library);
-  on_cpu<Send>(library);
-  on_cpu<Receive>(library);
-  on_cpu<SendList>(library);
-  on_cpu<ReceiveListInPlace>(library);
-  on_cpu<BroadcastList>(library);
-  on_cpu<BroadcastListInPlace>(library);
+  on_cpu<AllReduce, AllReduceInPlace, AllReduceAddRmsNorm, AllGather, AllGatherInto, AllGatherv, ReduceScatter,
+         ReduceScatterInto, ReduceScatterv, Gather, Scatter, AllToAll, AllToAllInto, Broadcast, BroadcastInPlace, Empty,
+         Barrier, Send, Receive, SendList, ReceiveListInPlace, BroadcastList, BroadcastListInPlace>(library);
 }
 
 TORCH_LIBRARY_IMPL(parallel_state, AutogradCPU, library) {
   autograd(library);
-  library.impl(SendList::kName, TORCH_FN(list_on_autograd<SendList>));
-  library.impl(ReceiveListInPlace::kName, TORCH_FN(list_on_autograd<ReceiveListInPlace>));
-  library.impl(BroadcastList::kName, TORCH_FN(list_on_autograd<BroadcastList>));
-  library.impl(BroadcastListInPlace::kName, TORCH_FN(list_on_autograd<BroadcastListInPlace>));
+  on_autograd<SendList, ReceiveListInPlace, BroadcastList, BroadcastListInPlace>(library);
 }
 TORCH_LIBRARY_IMPL(parallel_state, AutogradCUDA, library) { autograd(library); }
 

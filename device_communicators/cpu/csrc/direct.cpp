@@ -102,11 +102,6 @@ bool is_plain_anywhere(DispatchKeySet keys) {
   return is_plain(keys) || is_plain_on<DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA>(keys);
 }
 
-bool wants_gradient(const Tensor& x) {
-  if (x.unsafeGetTensorImpl()->autograd_meta() == nullptr) return false;
-  return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
-}
-
 class Given {
  public:
   Given(void* twin, void* const* objects, std::ptrdiff_t count) : twin_(twin), objects_(objects), count_(count) {}
@@ -277,11 +272,10 @@ void* guarded(Call call) {
 }
 
 template <typename Body>
-void* made(const Given& given, Body body) {
-  Tensor out;
-  const Carried carried = unlocked([&] { return body(&out); });
+void* made(const Given& given, Tensor* out, Body body) {
+  const Carried carried = unlocked(body);
   if (carried == Carried::kNo) return not_mine();
-  return carried == Carried::kYes ? facts->wrap(out) : given.in_python();
+  return carried == Carried::kYes ? facts->wrap(*out) : given.in_python();
 }
 
 template <typename Body>
@@ -293,31 +287,80 @@ void* filled(const Given& given, int at, const Tensor& x, Body body) {
   return same(given.object(at));
 }
 
-template <typename Call>
-void* reducing(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    string_view op;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.op(2, &op) || !given.is_straight()) return not_mine();
-    return call(given, *served, x, op);
-  });
+// An op with `out` has it after the token.
+template <bool kInto, typename Body>
+void* made_or_filled(const Given& given, Tensor* out, Body body) {
+  return kInto ? filled(given, 2, *out, body) : made(given, out, body);
 }
 
 template <typename Call>
-void* broadcasting(void* twin, void* const* objects, std::ptrdiff_t count, Call call) {
+void* served_by(void* twin, void* const* objects, std::ptrdiff_t count, std::ptrdiff_t wanted, Call call) {
   return guarded([&]() -> void* {
     Given given{twin, objects, count};
-    Tensor x;
-    std::int64_t src = 0;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
-    return call(given, *served, x, src);
+    const auto served = given.are(wanted) ? given.served() : nullptr;
+    return served == nullptr ? not_mine() : call(given, *served);
   });
 }
 
 std::int64_t dims_of(const Tensor& x) { return x.dim() == 0 ? 1 : x.dim(); }
+
+template <bool kInPlace>
+void* reducing(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return served_by(twin, objects, count, 4, [](Given& given, Served& served) {
+    Tensor x, out;
+    string_view op;
+    if (!given.tensor(0, &x) || !given.op(2, &op) || !given.is_straight()) return not_mine();
+    if (kInPlace) return filled(given, 0, x, [&] { return all_reduce_in_place(served, x, op); });
+    return made(given, &out, [&] { return all_reduce(served, x, op, &out); });
+  });
+}
+
+template <bool kInPlace>
+void* broadcasting(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return served_by(twin, objects, count, 4, [](Given& given, Served& served) {
+    Tensor x, out;
+    std::int64_t src = 0;
+    if (!given.tensor(0, &x) || !given.integer(2, &src) || !given.is_straight()) return not_mine();
+    if (kInPlace) return filled(given, 0, x, [&] { return broadcast_in_place(served, x, src); });
+    return made(given, &out, [&] { return broadcast(served, x, src, &out); });
+  });
+}
+
+template <bool kInto>
+void* gathering(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return served_by(twin, objects, count, 4 + kInto, [](Given& given, Served& served) {
+    Tensor x, out;
+    std::int64_t dim = 0;
+    const bool is_mine = given.tensor(0, &x) && (!kInto || given.out(2, &out)) &&
+                         given.dim(2 + kInto, dims_of(x), &dim) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return made_or_filled<kInto>(given, &out, [&] { return all_gather(served, x, dim, &out); });
+  });
+}
+
+template <bool kInto>
+void* scattering(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return served_by(twin, objects, count, 5 + kInto, [](Given& given, Served& served) {
+    Tensor x, out;
+    std::int64_t dim = 0;
+    string_view op;
+    const bool is_mine = given.tensor(0, &x) && (!kInto || given.out(2, &out)) &&
+                         given.dim(2 + kInto, dims_of(x), &dim) && given.op(3 + kInto, &op) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return made_or_filled<kInto>(given, &out, [&] { return reduce_scatter(served, x, dim, op, &out); });
+  });
+}
+
+template <bool kInto>
+void* exchanging(void* twin, void* const* objects, std::ptrdiff_t count) {
+  return served_by(twin, objects, count, 5 + kInto, [](Given& given, Served& served) {
+    Tensor x, out;
+    const bool is_mine = given.none(2 + kInto) && given.none(3 + kInto) && given.tensor(0, &x) &&
+                         (!kInto || given.out(2, &out)) && given.is_straight();
+    if (!is_mine) return not_mine();
+    return made_or_filled<kInto>(given, &out, [&] { return all_to_all(served, x, {}, {}, &out); });
+  });
+}
 
 }  // namespace
 
@@ -327,165 +370,87 @@ extern "C" {
 void ps_set_direct(const void* told) { facts = static_cast<const Facts*>(told); }
 
 void* ps_direct_all_reduce(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return reducing(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, string_view op) {
-    return made(given, [&](Tensor* out) { return all_reduce(served, x, op, out); });
-  });
+  return reducing<false>(twin, objects, count);
 }
-
 void* ps_direct_all_reduce_(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return reducing(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, string_view op) {
-    return filled(given, 0, x, [&] { return all_reduce_in_place(served, x, op); });
-  });
+  return reducing<true>(twin, objects, count);
 }
-
 void* ps_direct_all_gather(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    std::int64_t dim = 0;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    const bool is_mine =
-        served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) && given.is_straight();
-    if (!is_mine) return not_mine();
-    return made(given, [&](Tensor* out) { return all_gather(*served, x, dim, out); });
-  });
+  return gathering<false>(twin, objects, count);
 }
-
 void* ps_direct_all_gather_into(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x, out;
-    std::int64_t dim = 0;
-    const auto served = given.are(5) ? given.served() : nullptr;
-    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) &&
-                         given.dim(3, dims_of(x), &dim) && given.is_straight();
-    if (!is_mine) return not_mine();
-    return filled(given, 2, out, [&] { return all_gather(*served, x, dim, &out); });
-  });
+  return gathering<true>(twin, objects, count);
 }
-
 void* ps_direct_reduce_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    std::int64_t dim = 0;
-    string_view op;
-    const auto served = given.are(5) ? given.served() : nullptr;
-    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) &&
-                         given.op(3, &op) && given.is_straight();
-    if (!is_mine) return not_mine();
-    return made(given, [&](Tensor* out) { return reduce_scatter(*served, x, dim, op, out); });
-  });
+  return scattering<false>(twin, objects, count);
 }
-
 void* ps_direct_reduce_scatter_into(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x, out;
-    std::int64_t dim = 0;
-    string_view op;
-    const auto served = given.are(6) ? given.served() : nullptr;
-    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) &&
-                         given.dim(3, dims_of(x), &dim) && given.op(4, &op) && given.is_straight();
-    if (!is_mine) return not_mine();
-    return filled(given, 2, out, [&] { return reduce_scatter(*served, x, dim, op, &out); });
-  });
+  return scattering<true>(twin, objects, count);
 }
-
 void* ps_direct_all_to_all(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
-    const auto served = given.are(5) && given.none(2) && given.none(3) ? given.served() : nullptr;
-    if (served == nullptr || !given.tensor(0, &x) || !given.is_straight()) return not_mine();
-    return made(given, [&](Tensor* out) { return all_to_all(*served, x, {}, {}, out); });
-  });
+  return exchanging<false>(twin, objects, count);
 }
-
 void* ps_direct_all_to_all_into(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x, out;
-    const auto served = given.are(6) && given.none(3) && given.none(4) ? given.served() : nullptr;
-    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.out(2, &out) && given.is_straight();
-    if (!is_mine) return not_mine();
-    return filled(given, 2, out, [&] { return all_to_all(*served, x, {}, {}, &out); });
-  });
+  return exchanging<true>(twin, objects, count);
 }
-
 void* ps_direct_broadcast(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return broadcasting(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, std::int64_t src) {
-    return made(given, [&](Tensor* out) { return broadcast(served, x, src, out); });
-  });
+  return broadcasting<false>(twin, objects, count);
 }
-
 void* ps_direct_broadcast_(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return broadcasting(twin, objects, count, [](const Given& given, Served& served, const Tensor& x, std::int64_t src) {
-    return filled(given, 0, x, [&] { return broadcast_in_place(served, x, src); });
-  });
+  return broadcasting<true>(twin, objects, count);
 }
 
 void* ps_direct_gather(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
+  return served_by(twin, objects, count, 5, [](Given& given, Served& served) {
     Tensor x, out;
     std::int64_t dim = 0, dst = 0;
-    const auto served = given.are(5) ? given.served() : nullptr;
-    const bool is_mine = served != nullptr && given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) &&
-                         given.integer(3, &dst) && given.is_straight();
+    const bool is_mine =
+        given.tensor(0, &x) && given.dim(2, dims_of(x), &dim) && given.integer(3, &dst) && given.is_straight();
     if (!is_mine) return not_mine();
-    const Carried carried = unlocked([&] { return gather(*served, x, dim, dst, &out); });
+    const Carried carried = unlocked([&] { return gather(served, x, dim, dst, &out); });
     if (carried == Carried::kNo) return not_mine();
-    const bool gets = served->handle().rank() == dst;
+    const bool gets = served.handle().rank() == dst;
     if (carried == Carried::kFailed) return gets ? given.in_python() : given.in_python(facts->none);
     return gets ? facts->wrap(out) : same(facts->none);
   });
 }
 
 void* ps_direct_scatter(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    Tensor x;
+  return served_by(twin, objects, count, 8, [](Given& given, Served& served) {
+    Tensor x, out;
     c10::SmallVector<std::int64_t, 8> sizes;
     at::ScalarType dtype{};
     std::int64_t dim = 0, src = 0;
-    const auto served = given.are(8) ? given.served() : nullptr;
-    bool is_mine = served != nullptr && given.sizes(2, &sizes) && given.dtype(3, &dtype) && !sizes.empty() &&
+    bool is_mine = given.sizes(2, &sizes) && given.dtype(3, &dtype) && !sizes.empty() &&
                    given.dim(5, static_cast<std::int64_t>(sizes.size()), &dim) && given.integer(6, &src) &&
                    given.token(1);
-    const bool gives = is_mine && served->handle().rank() == src;
+    const bool gives = is_mine && served.handle().rank() == src;
     if (is_mine && gives) {
       auto whole = sizes;
-      whole[dim] *= served->handle().size();
+      whole[dim] *= served.handle().size();
       is_mine = given.tensor(0, &x) && x.sizes() == at::IntArrayRef(whole) && x.scalar_type() == dtype;
     }
     if (!is_mine || !given.is_straight() || (!gives && !given.none(0))) return not_mine();
-    return made(given, [&](Tensor* out) { return scatter(*served, x, sizes, dtype, dim, src, out); });
+    return made(given, &out, [&] { return scatter(served, x, sizes, dtype, dim, src, &out); });
   });
 }
 
 void* ps_direct_barrier(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
-    const auto served = given.are(2) ? given.served() : nullptr;
-    if (served == nullptr || !given.token(0) || !given.is_straight()) return not_mine();
-    const Carried carried = unlocked([&] { return barrier(*served); });
+  return served_by(twin, objects, count, 2, [](Given& given, Served& served) {
+    if (!given.token(0) || !given.is_straight()) return not_mine();
+    const Carried carried = unlocked([&] { return barrier(served); });
     return carried == Carried::kYes ? same(facts->none) : given.in_python();
   });
 }
 
 void* ps_direct_send(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
+  return served_by(twin, objects, count, 4, [](Given& given, Served& served) {
     Tensor x;
     std::int64_t dst = 0;
-    const auto served = given.are(4) ? given.served() : nullptr;
-    const bool is_mine =
-        served != nullptr && given.tensor(0, &x) && given.peer(2, *served, 1, &dst) && given.is_straight();
-    if (!is_mine) return not_mine();
+    if (!given.tensor(0, &x) || !given.peer(2, served, 1, &dst) || !given.is_straight()) return not_mine();
     // Within a host `send` waits for no rank, so it keeps the interpreter lock.
-    const auto sent = [&] { return send(*served, x, dst); };
-    const Carried carried = served->handle().hosts() == nullptr ? sent() : unlocked(sent);
+    const auto sent = [&] { return send(served, x, dst); };
+    const Carried carried = served.handle().hosts() == nullptr ? sent() : unlocked(sent);
     if (carried == Carried::kNo) return not_mine();
     return carried == Carried::kYes ? same(facts->none) : given.in_python();
   });
@@ -507,17 +472,15 @@ void* ps_direct_put(void*, void* const* objects, std::ptrdiff_t count) {
 }
 
 void* ps_direct_recv(void* twin, void* const* objects, std::ptrdiff_t count) {
-  return guarded([&]() -> void* {
-    Given given{twin, objects, count};
+  return served_by(twin, objects, count, 6, [](Given& given, Served& served) {
+    Tensor out;
     c10::SmallVector<std::int64_t, 8> sizes;
     at::ScalarType dtype{};
     std::int64_t src = 0;
-    const auto served = given.are(6) && given.none(3) ? given.served() : nullptr;
-    const bool is_mine = served != nullptr && given.token(0) && given.sizes(1, &sizes) && given.dtype(2, &dtype) &&
-                         given.peer(4, *served, -1, &src) && given.is_straight();
+    const bool is_mine = given.none(3) && given.token(0) && given.sizes(1, &sizes) && given.dtype(2, &dtype) &&
+                         given.peer(4, served, -1, &src) && given.is_straight();
     if (!is_mine) return not_mine();
-    Tensor out;
-    const Carried carried = unlocked([&] { return receive(*served, sizes, dtype, src, &out); });
+    const Carried carried = unlocked([&] { return receive(served, sizes, dtype, src, &out); });
     if (carried == Carried::kFailed) given.leave_to_op();
     return carried == Carried::kYes ? facts->wrap(out) : not_mine();
   });

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 #include <memory>
 #include <string_view>
@@ -14,6 +15,11 @@ namespace parallel_state {
 using at::Tensor;
 using std::string_view;
 using Splits = at::OptionalSymIntArrayRef;  // none: equal splits
+
+inline bool wants_gradient(const Tensor& x) {
+  if (x.unsafeGetTensorImpl()->autograd_meta() == nullptr) return false;
+  return (at::GradMode::is_enabled() && x.requires_grad()) || x._fw_grad(/*level=*/0).defined();
+}
 
 enum class Carried : int {
   kNo,      // nothing has begun
