@@ -1,8 +1,8 @@
 """Simulates ranks of a group on one GPU. In an *epoch* each kernel writes data for its peers, waits for theirs and
 reads it. A kernel *alone* is rank 0's, after all data of its peers has arrived. First each peer's kernel runs with the
 abort word set: it writes one epoch's data, finds no peers and exits. Then the host writes the barrier's flags. A call
-must fit into one epoch (`takes_one_epoch`). Rank 0's kernel can repeat it after its epoch number is reset. NCCL and
-torch's symmetric memory (`Others`) have one rank, a lower bound: see SEVERAL_RANKS.
+must fit into one epoch (`takes_one_epoch`). The host then resets the epoch number, and rank 0's kernel can run again.
+NCCL and torch's symmetric memory (`Others`) run with one rank: see SEVERAL_RANKS.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ SEVERAL_RANKS = (
 
 
 class Others:
-    """NCCL and torch's symmetric memory with one rank. `of` adds unavailable ones with reasons to `refused`."""
+    """NCCL and torch's symmetric memory with one rank. The method `of` adds those that are unavailable to `refused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -288,7 +288,7 @@ class KernelTeam:
 
     def __init__(self, machine: Machine, size: int, modes: Sequence[str], together_bytes: int, few: bool) -> None:
         """`modes`: "eager", "graph" or both. `together_bytes`: from this size on, also runs all ranks' kernels at once.
-        `few`: two calls per replay, not FEW or MANY.
+        `few`: replays graphs of two calls, instead of 4 or 20.
         """
         self.machine, self.size, self.modes = machine, size, modes
         self.others: Others | None = None

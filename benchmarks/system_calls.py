@@ -61,7 +61,7 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Starts perf, and returns when perf counts: it then sleeps in poll. Restarts perf if this takes over 15 s."""
+    """Starts perf. Returns once it counts, that is, sleeps in poll. Restarts perf if this takes over 15 s."""
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

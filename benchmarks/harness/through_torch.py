@@ -1,6 +1,6 @@
 """Compares torch.distributed over "parallel_state", over gloo, and over torch's `fake` backend, whose time is the cost
 of torch's own layers. A lower bound for "parallel_state" is a call over `fake` followed by this library's op. If ranks
-share cores, the bound is several times the time over `fake`: in between, another rank fills the caches. `dist` calls
+share cores, this bound is several times the time over `fake`, because ranks evict each other's caches. `dist` calls
 work in place, `functional` ones are waited for at once, `compiled` ones run under inductor. A step trains 21 million
 parameters.
 """

@@ -16,7 +16,7 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(rank: int | None) -> None:
-    """Adds a log handler that shows `rank`, unless it is None. Does nothing if the program has its own handlers."""
+    """Adds a log handler; its lines show `rank` unless that is None. Does nothing if the program has handlers."""
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
         own = [_OwnHandler()]

@@ -428,8 +428,8 @@ def order_in_graph(
 ) -> Any:  # fmt: skip
     """Adds `op` to AOTAutograd's graph. Other arguments: see `FunctionalTensorMode.__torch_dispatch__`.
 
-    An op that must keep its order writes a tensor: its argument named `token`. The graph's own copy replaces this
-    tensor, because a write to the caller's token would mutate the graph's input.
+    Ops of a group keep their order because each writes the tensor `token`. The graph's own copy replaces this tensor,
+    because a write to the caller's token would mutate the graph's input.
 
     Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
     relative to its own collectives.

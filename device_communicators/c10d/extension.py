@@ -102,7 +102,7 @@ def recipe() -> Recipe:
 
 @cache
 def try_load_store() -> Any:
-    """Returns the compiled module, with a class `Store` for torch.
+    """Returns the compiled module, whose class `Store` is a store for torch, or None if the module is missing.
 
     A Python store would make torch's own threads wait for the interpreter lock, and isn't safe when the interpreter
     exits.
@@ -114,8 +114,8 @@ def try_load_store() -> Any:
 
 
 def for_torch(store: Any) -> Any:
-    """Returns a C++ client for the server of `store`, or `store` itself if it isn't a ControlStore or the compiled
-    module is missing. The caller must keep a returned ControlStore alive.
+    """Returns a C++ client for the server of `store`. Returns `store` itself if it isn't a ControlStore or the compiled
+    module is missing. torch doesn't keep Python stores alive, so the caller must.
     """
     module = try_load_store() if isinstance(store, ControlStore) else None
     if module is None:

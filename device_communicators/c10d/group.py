@@ -458,8 +458,10 @@ def lost_store(
     what: str,
     started: float,
 ) -> CommunicationError:
-    """Returns the error for a failed creation of a group, after `error` of its store. `what`: the creation's name.
-    `started`: its start, by time.monotonic().
+    """Returns the error for a creation of a group that failed by `error` of its store.
+
+    `what`: the step that failed, for the error's text. `ranks`: ranks whose death may be the cause. `started`: start of
+    the creation, by time.monotonic().
     """
     kind, why, suspects = world.watcher.explain_lost_store(store, error, ranks)
     elapsed_s = time.monotonic() - started

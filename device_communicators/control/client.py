@@ -64,7 +64,9 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 
 class Request:
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float, connect_s: float = CONNECT_S) -> None:
-        """`connect_s`: time to connect, if longer than `limit_s`."""
+        """Starts a request. `client`: the client's number in C++. The request ends after `limit_s`, but it may take
+        `connect_s` to connect, if that is longer.
+        """
         self._library = library
         self._handle = library.ps_store_ask(client, content, len(content), limit_s, connect_s)
         if self._handle < 0:

@@ -559,7 +559,7 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Returns, by PID, the control planes of the processes in this PID namespace whose files this process can read."""
+    """Returns, by PID, the control planes of this PID namespace's processes whose open files this process can read."""
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"

@@ -169,8 +169,8 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns this client's number in C++. Raises OSError if resolving the host's name takes over 2 s and over
-        `limit_s`.
+        """Returns the number that identifies this client in C++ calls. Raises OSError if resolving the host's name
+        takes longer than `limit_s`, but at least 2 s.
         """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))

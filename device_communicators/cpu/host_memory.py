@@ -98,8 +98,8 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if sums in tree order (TREE_SUM) are possible. They need at most 64 memory domains, of equally
-        many consecutive ranks; the last can be smaller.
+        """Returns True if sums in tree order (TREE_SUM) are possible. They need at most 64 memory domains. Each must be
+        a block of consecutive ranks, as large as the first; only the last can be smaller.
         """
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
         blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
@@ -377,7 +377,7 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
     """Allocates this rank's buffers in `segment`, mapped at `address`, on this rank's NUMA node. `size`: number of
-    ranks. Rank 0 also allocates what isn't a rank's. Huge pages are allocated now, small ones at first use.
+    ranks. Rank 0 also allocates the memory that belongs to no rank. Small pages are allocated at first use.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:

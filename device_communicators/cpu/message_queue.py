@@ -64,8 +64,9 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Packs the address and size of each part of `more_head`, further bytes of the message's head, and of the non-empty
-    `tensors`. Returns these pairs for C++, or None if empty, and their number.
+    """Returns the addresses and sizes of a message's parts, packed for C++ (None if there are none), and their number.
+
+    The parts are those of `more_head`, which follows the first bytes of the message's head, then non-empty `tensors`.
     """
     flat: list[int] = []
     if isinstance(more_head, Pinned):

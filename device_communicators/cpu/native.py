@@ -407,7 +407,7 @@ def _compile(
     unfit: str,
 ) -> tuple[Path | None, str]:
     """Compiles `recipe`; returns as `find_or_compile`. Writes the reason of a failure to the file of `lock`, which the
-    caller must hold. If an earlier compile failed in the 60 s before `asked_s` or later, returns its reason instead.
+    caller must hold. If that file has a reason from less than 60 s before `asked_s`, returns it and compiles nothing.
     `asked_s`: when this process requested the lock. `announced_with`, `unfit`: see `_find_or_compile`.
     """
     failure = _last_failure(lock)

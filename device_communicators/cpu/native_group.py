@@ -424,9 +424,11 @@ def given_up(
 def wait_failure(
     members: Members, operation: str, status: int, place: int, elapsed_s: float, reporter: int, reason: int
 ) -> CommunicationError:
-    """Returns the error of a failed wait. `status`: a `QueueStatus`. `place`: the suspect's rank in the group, or
-    OUTSIDE. `reporter`, `reason`: for GIVEN_UP, the rank that failed first and the `Status` of its call. For PEER_DIED,
-    `reason` is 1 if the peer left on purpose.
+    """Returns the error of a failed wait. `status`: a `QueueStatus`. `place`: rank in the group that is to blame, or
+    OUTSIDE for a rank of another group.
+
+    If another rank gave up first (GIVEN_UP), `reporter` is that rank, and `reason` the `Status` of its call. For
+    PEER_DIED, `reason` is 1 if the peer left on purpose.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

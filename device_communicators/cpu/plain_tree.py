@@ -132,11 +132,11 @@ class Form:
 
 
 class PastPython:
-    """Sends and receives messages in C++, without Python code (csrc/messages.h).
+    """The C++ functions that send and receive messages without Python code (csrc/messages.h). Each field is one.
 
-    The fields are functions. Except the last four, those for one peer first take the group's key (see
-    `NativeGroup.serve`), the peer's rank, and the method's index in `user_call.TRANSFERS`. Those for broadcasts first
-    take the key and `UserCall.word`. Functions that don't return a message return an `Outcome` (csrc/messages.h).
+    Functions for one peer first take the group's key (see `NativeGroup.serve`), the peer's rank, and the method's index
+    in `user_call.TRANSFERS`. Functions for broadcasts first take the key and `UserCall.word`. The last four fields have
+    other arguments. Results are messages, or an `Outcome` (csrc/messages.h).
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -245,7 +245,7 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns Python's and torch's functions, types and offsets for C++, and the arrays to which this struct points.
+    """Returns a struct of Python's and torch's functions, types and offsets for C++, and the arrays to which it points.
     Arguments: see `PlainObjects`.
     """
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}

@@ -50,8 +50,10 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """A failed transfer, as `TransferFailure` in csrc/transfer_call.h. `sends`: 1 for a send. `suspect`, `reporter`,
-    `reason`: see `wait_failure`. The sizes and dtypes describe a mismatch; otherwise the dtypes are -1.
+    """A failed transfer, as `TransferFailure` in csrc/transfer_call.h. `sends`: 1 for a send.
+
+    `suspect`, `reporter`, `reason`: the arguments `place`, `reporter` and `reason` of `wait_failure`. The sizes and
+    dtypes describe a mismatch; otherwise the dtypes are -1.
     """
 
     status: int
@@ -152,8 +154,8 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`; raises MemoryError for None. C++ calls find the object by the group's
-        number `group`, and send with `tag`. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
+        """Owns the C++ object at `address`; raises MemoryError for None. C++ code finds it by the group's number `group`.
+        `tag`: of messages. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
         """
         self.members = members
         self._library = library

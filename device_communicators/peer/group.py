@@ -1,8 +1,8 @@
 """Sets up, tests and launches a group's kernels in peer memory (GPU memory that all ranks have mapped).
 
-A kernel waits for peers on the device. At the deadline, or when the host sets the *abort* word, a kernel writes a
-*report* into host memory and ends; at the deadline, this destroys the CUDA context. The group's next call raises the
-failure. Results of all calls until then are undefined.
+A kernel waits for peers on the device. When the host sets the *abort* word, the kernel writes a *report* into host
+memory and ends. At the deadline it writes the report and traps, which destroys the CUDA context. The group's next call
+raises the failure. Results of all calls until then are undefined.
 
 Calls on several streams run one after another. The program must order replays of captured calls.
 """

@@ -190,8 +190,8 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why this rank's GPU has no measured thresholds, or None if it has. `setting`: name of the setting that
-    requires them by its value `auto`.
+    """Returns why this rank's GPU has no measured thresholds, or None if it has. `setting`: name of the setting whose
+    value `auto` needs them.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]

@@ -115,8 +115,9 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns the report with the lowest number, and the ranks that completed this call. Returns None unless these
-    ranks are all in the same call, the next one.
+    """Returns the report with the lowest call number, and the ranks that completed that call.
+
+    Returns None unless all these ranks are in the call with the next number, and made the same calls.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -192,8 +193,9 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Returns a report of each rank's call with the lowest number in `reports`. For a rank in the next call, this is
-    its previous call. Returns `reports` unchanged if a rank's call is unknown.
+    """Finds the lowest call number in `reports`, and returns each rank's report of its call with that number.
+
+    A rank that is one call ahead reports its previous call. Returns `reports` unchanged if a rank's call is unknown.
     """
     first = min(report.sequence for report in reports.values())
     calls = {

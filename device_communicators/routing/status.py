@@ -234,8 +234,8 @@ class Status:
         self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns further ranks to ask, which can watch processes of `asked` by PID. Omits processes that this rank or
-        an asked rank can watch.
+        """Returns further ranks to ask: for each rank in `asked`, one that can watch its process by PID. None is needed
+        if this rank or another of `asked` can.
         """
         helpers: list[int] = []
         for rank in asked:
