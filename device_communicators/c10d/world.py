@@ -110,8 +110,8 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store that a group of `ranks` uses after its creation: `store`, or a store that the lowest rank of
-        `ranks` serves if the group can outlive `store`.
+        """Returns the store that a group of `ranks` uses once it is created: `store`, or a store that the lowest rank
+        of `ranks` serves if the group can outlive `store`.
         """
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))
