@@ -154,8 +154,8 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`; raises MemoryError for None. C++ code finds it by the number `group`. `tag`:
-        of messages. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
+        """Owns the C++ object at `address`; raises MemoryError for None. C++ code finds it by the number `group`.
+        `tag`: of messages. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
         """
         self.members = members
         self._library = library

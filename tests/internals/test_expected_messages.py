@@ -30,7 +30,7 @@ except native.NativeUnavailableError as error:
 @pytest.fixture(autouse=True)
 def own_codec(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the library that messengers give the codec from later tests."""
-    monkeypatch.setattr(codec_values, "_library", codec_values._Library())
+    monkeypatch.setattr(codec_values, "_objects", [])
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def test_objects_past_the_group(carry: Callable[[Any], Any]) -> None:
 
 def test_a_tensor_without_elements_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs its head: the shortcut for objects without tensors must not apply."""
-    monkeypatch.setattr(codec_values, "_library", codec_values._Library())
+    monkeypatch.setattr(codec_values, "_objects", [])
     try:
         codec_values.use_library()
     except native.NativeUnavailableError as error:

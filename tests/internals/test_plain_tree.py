@@ -26,7 +26,7 @@ except native.NativeUnavailableError as error:
 
 @pytest.fixture(autouse=True)
 def _with_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_values, "_library", codec_values._Library())
+    monkeypatch.setattr(codec_values, "_objects", [])
     codec_values.use_library().free()
 
 
@@ -67,7 +67,7 @@ OTHER: list[Any] = [
 
 def slowly(value: Any) -> codec.Encoded:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec_values, "_library", codec_values._Library())
+        patch.setattr(codec_values, "_objects", [])
         return codec.encode(value)
 
 
@@ -107,7 +107,7 @@ def message(value: Any) -> tuple[bytes, list[tuple[int, int]]] | None:
 
 def message_of_python(value: Any) -> tuple[bytes, list[tuple[int, int]]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(codec_values, "_library", codec_values._Library())
+        patch.setattr(codec_values, "_objects", [])
         outgoing = wire.encode(value, allow_pickle=False)
     assert outgoing.error is None
     return outgoing.whole_head, [(x.data_ptr(), x.nbytes) for x in outgoing.tensors if x.nbytes]
