@@ -48,8 +48,8 @@ class SimulatedCommunicator(Communicator):
         for out in outs:
             if out.shape != x.shape:
                 raise UnsupportedError(
-                    f"{self.context} is simulated, so all its ranks have tensors of this rank's shape, "
-                    f"{list(x.shape)}, and no result can have shape {list(out.shape)}; use equal sizes"
+                    f"{self.context} is simulated: all ranks have tensors of this rank's shape, {list(x.shape)}, so no "
+                    f"result can have shape {list(out.shape)}; pass the same size for each rank"
                 )
             out.copy_(x)
 
@@ -71,8 +71,8 @@ class SimulatedCommunicator(Communicator):
         for block, rows in zip(out.split(output_splits), output_splits, strict=True):
             if rows != mine.shape[0]:
                 raise UnsupportedError(
-                    f"{self.context} is simulated, so each rank sends this rank {mine.shape[0]} rows, as many as this "
-                    f"rank sends itself, but output_split_sizes has {rows}; use equal output_split_sizes"
+                    f"{self.context} is simulated: all ranks act as this one, which sends itself {mine.shape[0]} rows. "
+                    f"So all output_split_sizes must be {mine.shape[0]}, but one is {rows}"
                 )
             block.copy_(mine)
 

@@ -484,7 +484,9 @@ def init_model_parallel_group(
     world = get_world_group()
     pool = world.pool
     if pool is None:
-        raise GroupNotInitializedError("the current world is simulated; it can't create process groups")
+        raise GroupNotInitializedError(
+            "the current world is simulated and can't create process groups; call init_distributed_environment()"
+        )
 
     custom = use_device_communicator and (_CUSTOM_ALL_REDUCE if use_custom_allreduce is None else use_custom_allreduce)
 

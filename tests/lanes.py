@@ -67,7 +67,7 @@ def _files(folder: str, *stems: str) -> tuple[str, ...]:
 
 NATIVE = _files(
     "tests/internals", "test_control_core", "test_control_driver", "test_cpu_sanitizers", "test_cuda_build",
-    "test_cuda_kernels", "test_cuda_races", "test_native",
+    "test_cuda_kernels", "test_cuda_races", "test_interleavings", "test_native",
 )  # fmt: skip
 COMPILERS = _files(
     "tests/contract", "test_c10d_programs", "test_device_mesh", "test_examples",
@@ -92,7 +92,7 @@ DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
     "test_other_calls", "test_other_calls_on_hosts", "test_transfers_and_collectives",
 )  # fmt: skip
-LANES = (
+_ALL = (
     Lane("failures", ("tests/failure", FAULTS, *FUZZING), but=DISAGREEMENTS),
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane(
@@ -105,6 +105,8 @@ LANES = (
     Lane("native", NATIVE, niceness=3),
     Lane("disagreements", DISAGREEMENTS),
 )
+_FOUND = (lane._replace(paths=tuple(path for path in lane.paths if (ROOT / path).exists())) for lane in _ALL)
+LANES = tuple(lane for lane in _FOUND if lane.paths)
 """Lanes in the order of their start, the longest first. Lanes with `niceness` get less CPU time than the failure
 tests, which must detect failures in time.
 """

@@ -1,6 +1,6 @@
 """Teams (the processes of one library) that run collectives of this library, gloo and vLLM. *produced* loops write each
-call's input and read its output, as a model's layers do; *tight* loops don't. The candidate `COPIES` times only this
-writing and reading, which must be subtracted.
+call's input and read its output, as a model's layers do; *tight* loops don't. To subtract the time of writing and
+reading, `COPIES` is measured: a loop without calls.
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ def default_store() -> BoundedStore:
     return BoundedStore(c10d._get_default_store())
 
 
+def abort_process_groups() -> None:
+    """Ends the calls under way in all process groups, and destroys the groups without contacting other ranks."""
+    c10d._abort_process_group()
+
+
 def is_fake(group: Any = None) -> bool:
     """Returns whether the backend of `group`, or of the default group, is torch's "fake", which has no peers."""
     return dist.is_initialized() and dist.get_backend(group) == "fake"

@@ -415,8 +415,8 @@ class Group:
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
         if members.rank not in places or not set(excluded).issubset(range(len(members.ranks))):
             raise InvalidArgumentError(
-                f"{what} of {members} can exclude only other ranks of the group than this rank {members.rank}, but got "
-                f"{sorted(excluded)}"
+                f"{what} of {members} got the excluded ranks {sorted(excluded)}; they must be ranks of the group, and "
+                f"must not include this rank, {members.rank}"
             )
         ranks = [members.ranks[rank] for rank in places]
         meeting = watcher.store_of(ranks)

@@ -284,7 +284,7 @@ class World:
         ordered = sorted(set(ranks))
         if self._ranks.get(self.endpoint.proc) not in ordered or not set(ordered) <= set(self._procs):
             raise InvalidArgumentError(
-                f"the agreement '{purpose}' needs global ranks of this world, among them this rank, but got "
+                f"ranks of '{purpose}' must be global ranks of this world and include this rank, but are "
                 f"{format_ranks(ranks)}"
             )
         procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])
@@ -293,7 +293,8 @@ class World:
         code = self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest))
         if code == -errno.EEXIST:
             raise InvalidArgumentError(
-                f"{what} of ranks {format_ranks(ordered)} is already running in this process; pass another `attempt`"
+                f"{what} of ranks {format_ranks(ordered)} is already running in this process; wait for it, or pass "
+                "another `attempt` on all ranks"
             )
         key = (self._handle, digest.value, purpose.encode(), attempt)
         try:
@@ -325,7 +326,9 @@ class World:
         """
         asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
         if on_replies is None and threading.current_thread() is self._thread:
-            raise UsageError(f"{what} can't be awaited in the control plane's callback thread; pass on_replies")
+            raise UsageError(
+                f"{what} can't wait in the thread that runs the control plane's callbacks; pass on_replies="
+            )
         with self._lock:
             numbers = {self._asked + 1 + at: rank for at, rank in enumerate(ranks)}
             self._asked += len(numbers)
@@ -452,7 +455,7 @@ class World:
 
     def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
         if self._end:  # perhaps after the question was sent
-            raise ControlError(f"{what} failed: the control plane of this process ended ({self._end})")
+            raise ControlError(f"{what} failed: this process's control plane, its connections, ended ({self._end})")
         if not asked.done.wait(timeout_s + _GRACE_S):
             raise self._late(what, timeout_s)
         if asked.error is not None:
@@ -477,7 +480,9 @@ class World:
         finally:
             self._end = self._end or "its helper thread ended"
             self._end_calls(
-                lambda: ControlError(f"the call failed: the control plane of this process ended ({self._end})")
+                lambda: ControlError(
+                    f"the call failed: this process's control plane, its connections, ended ({self._end})"
+                )
             )
             self._library.ps_control_close(self._handle)
 

@@ -157,7 +157,9 @@ class ControlStore(dist.Store):
         except ConnectionResetError as error:
             raise dist.DistNetworkError(f"{self} has ended, or closed the connection: {error}") from error
         except ConnectionAbortedError as error:
-            raise dist.DistNetworkError(f"{self} closes each connection without an answer") from error
+            raise dist.DistNetworkError(
+                f"{self} closes each connection without an answer; another service may listen at this port"
+            ) from error
         except (OSError, ForeignServiceError, ConfigMismatchError) as error:
             if not self._is_numeric:  # it may resolve to another address now
                 self._client = 0

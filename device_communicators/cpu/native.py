@@ -424,8 +424,8 @@ def _compile(
         )  # fmt: skip
     try:
         _compile_and_link(recipe, target, compiler)
-    except BuildStoppedError as error:  # not recorded: the next process compiles at once
-        return None, str(error)
+    except BuildStoppedError:  # not recorded: the next process compiles at once
+        raise
     except (BuildError, OSError) as error:
         record = {"compiler": compiler, "at_s": time.time(), "reason": str(error)[: _FAILURE_BYTES // 4]}
         _write(lock, json.dumps(record).encode())

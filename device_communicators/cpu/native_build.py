@@ -273,7 +273,7 @@ def _compile_units(recipe: Recipe, folder: Path, compiler: Sequence[str]) -> lis
         with _CORES:
             _run(command)
 
-    with ThreadPoolExecutor(max(1, len(commands))) as workers:
+    with threads_that_compile(max(1, len(commands))) as workers:
         list(workers.map(run, commands))
     return objects
 
@@ -296,6 +296,9 @@ def _run(command: list[str]) -> None:
         except subprocess.TimeoutExpired as error:
             _kill(process)
             raise BuildError(f"the C++ compiler {command[0]} took longer than {BUILD_TIMEOUT_S} s") from error
+        except BaseException:
+            _kill(process)
+            raise
         finally:
             _running.discard(process)
     if process.returncode < 0:
@@ -308,20 +311,25 @@ def _run(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def threads_that_compile(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Yields threads for compiles. If the body raises, for example KeyboardInterrupt while it waits for a result,
-    kills the compilers and starts no others.
+    """Yields threads for compiles. If the body is interrupted while it waits for them (KeyboardInterrupt, SystemExit),
+    kills all compilers of this process, and starts no others.
     """
+    interrupted = False
     try:
         with ThreadPoolExecutor(number) as workers:
             try:
                 yield workers
+            except Exception:
+                raise
             except BaseException:
+                interrupted = True
                 _stopping.set()
                 for process in list(_running):
                     _kill(process)
                 raise
     finally:
-        _stopping.clear()
+        if interrupted:
+            _stopping.clear()
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

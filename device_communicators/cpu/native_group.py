@@ -251,7 +251,7 @@ class NativeGroup:
             has_left = place >= 0 and self.has_left(place)
             return peer_died(members, operation, suspect, elapsed_s, LEFT if has_left else "has ended")
         if status != _MISMATCH:
-            raise RuntimeError(f"{operation} of {members} returned the unknown status {status}")
+            raise RuntimeError(f"{operation} of {members} returned the unknown status {status}; report this as a bug")
         difference, facts = self._difference(list(words), "this rank", suspect, misfit), {"elapsed_s": elapsed_s}
         return members.mismatch(operation, difference, (suspect,), timeout_s=members.timeout_s, **facts)
 

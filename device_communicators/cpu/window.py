@@ -145,8 +145,8 @@ class Window:
         number = DTYPE_NUMBERS.get(dtype, -1)
         if number < 0:
             raise InvalidArgumentError(
-                f"a window of {self} can't have dtype {dtype}: use another dtype of the same width, and view the "
-                "window's tensor"
+                f"a window of {self} can't have dtype {dtype}; create it with another dtype of the same width, and use "
+                f"`tensor.view({dtype})`"
             )
         shape = tuple(size) if len(size) <= _MOST_DIMS else (count,)
         part = (c_int64 * _PART_WORDS)(-1, -1, count * dtype.itemsize, count, number, 0, 0, len(shape), *shape)

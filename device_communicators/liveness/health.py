@@ -456,7 +456,8 @@ class Watcher:
                 return _over_gloo(gloo, part, started + timeout_s, lambda: bool(self.deaths_of(watched)))
             if verdict is None:
                 raise ControlError(
-                    f"{operation} needs this library's control plane, but there is no control plane: {self.problem}"
+                    f"{operation} needs this library's connections between ranks, its control plane, but has none: "
+                    f"{self.problem}"
                 )
             if verdict.kind != "agreed":
                 raise UnmetError(verdict)
@@ -729,7 +730,7 @@ def _over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[],
         torch.frombuffer(each, dtype=torch.uint8) for each in (found, bytearray(part.ljust(MOST_VALUE_BYTES, b"\0")))
     )
     if not wait_in_slices(all_gather_base(cpu_group, out, x), deadline, ended):
-        raise RuntimeError("a rank ended while records were gathered over gloo")
+        raise RuntimeError("a rank exited during an exchange over gloo; see the logs of the other ranks")
     return [bytes(found[start : start + MOST_VALUE_BYTES]) for start in range(0, len(found), MOST_VALUE_BYTES)]
 
 

@@ -179,8 +179,8 @@ def cubin(arch: str) -> bytes:
         flaw = _flaw_of(target)
         if flaw is not None and settings.BUILD.get() == "never":
             raise KernelError(
-                f"the CUDA kernels are unavailable: {flaw}, and can't be compiled, because {settings.BUILD.name} is "
-                "never"
+                f"the CUDA kernels are unavailable: {flaw}, and {settings.BUILD.name}=never forbids compiling them; "
+                "unset it"
             )
         if flaw is not None:
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -203,7 +203,7 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
         if len(mapped) != context.size or not all(mapped) or any(address % ALIGNMENT for address in mapped):
             raise NotSharedError(
                 f"mapping the GPU memory of all ranks gave the addresses {mapped}; expected one for each rank, each "
-                f"a multiple of {ALIGNMENT}"
+                f"a multiple of {ALIGNMENT}. Report this as a bug, with the driver's version"
             )
 
     try:

@@ -66,4 +66,6 @@ def unpack_answer(packed: bytes) -> Any:
     try:
         return json.loads(zlib.decompress(packed))
     except zlib.error as error:
-        raise ValueError(f"not an answer of this version: {error}") from error
+        raise ValueError(
+            f"the rank's answer can't be read, so it runs another version of this library: {error}"
+        ) from error

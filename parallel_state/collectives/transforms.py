@@ -80,8 +80,8 @@ def batch_kernel(op: Any) -> tuple[str, Callable[..., Any]] | None:
     def refuse(*args: Any) -> Any:
         raise InvalidArgumentError(
             f"{name} on {find_route(args[-1]).context} can't be called inside torch.vmap or functions built on it "
-            "(jacrev, hessian), because only some of its ranks would have a batch dim; make the call outside, on the "
-            "whole batch, or use all_gather, broadcast or all_to_all inside"
+            "(jacrev, hessian), because its ranks have different roles, and only some would get the batch dim; make "
+            "the call outside, on the whole batch, or use all_gather, broadcast or all_to_all inside"
         )
 
     return "FuncTorchVmapMode", refuse  # for all calls inside vmap, also those without a mapped tensor

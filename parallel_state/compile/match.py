@@ -158,7 +158,7 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
     if not isinstance(dims, (list, tuple)) or list(dims) not in ([-1], [last]) or mean.args[2:] != (True,):
         raise NoMatch("to be fused, the norm must be over the last dim only, not over other dims")
     if mean.kwargs.get("dtype") not in (None, _value(square).dtype):
-        raise NoMatch("to be fused, the norm must take the mean in the dtype of its input")
+        raise NoMatch("to be fused, the norm's mean must not convert the dtype")
     plus = _only_user(mean)
     if plus.target not in (_ATEN.add.Tensor, _ATEN.add.Scalar) or plus.args[0] is not mean or plus.kwargs:
         raise NoMatch("to be fused, the norm must add an eps to the mean")
@@ -167,7 +167,7 @@ def _scaled(found: Found, wides: list[Node], square: Node) -> tuple[Node, Any]:
         raise NoMatch("the norm has no rsqrt after the mean, so it can't be fused")
     scaled = _only_user(root)
     if scaled.target is not _ATEN.mul.Tensor or _other(scaled, root) not in wides:
-        raise NoMatch("to be fused, the norm's rsqrt must be multiplied by the sum that the norm got")
+        raise NoMatch("to be fused, the norm must multiply its rsqrt by its own input")
     found.inside += [square, mean, plus, root, scaled]
     return scaled, plus.args[1]
 
@@ -267,7 +267,9 @@ def _limits(node: Node, x: Node) -> set[str]:
 def _value(node: Node) -> Tensor:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
-        raise NoMatch(f"node {node.name} of the graph has no tensor metadata, so it can't be fused")
+        raise NoMatch(
+            f"node {node.name} of the graph has no meta['val'] with its shape and dtype, so it can't be fused"
+        )
     return value
 
 

@@ -97,8 +97,8 @@ def reinitialize(
             init_method = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         elif len(survivors) > 1 and start.is_served_by_rank_0:
             raise UnsupportedError(
-                "reinitialize() failed: the surviving ranks can't find each other, because rank 0 served the store "
-                "and this process has no control plane. Call init_distributed_environment() with a new address"
+                "reinitialize() failed: the surviving ranks can't find each other. Rank 0, which served the store, is "
+                "gone, and this process has no control plane. Call init_distributed_environment() with a new address"
             )
         options_of_world = {**start.options} if timeout is None else {**start.options, "timeout": timeout}
         with met_before(met):

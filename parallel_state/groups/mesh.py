@@ -78,9 +78,9 @@ def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str
     for name in rest:
         if name not in layout.names:
             raise LayoutError(
-                f"no mesh can have the dims {', '.join(wanted)}: each dim of a mesh must be a group, but with these "
-                f"dims the rest of {name.partition('/')[0]!r} is no group; for a single group use "
-                f"get_group({wanted[0]!r})"
+                f"no mesh can have the dims {', '.join(wanted)}: they contain only a part of the group "
+                f"{name.partition('/')[0]!r}, and the rest of {name.partition('/')[0]!r} is no group, so it can't be "
+                f"another dim; add the group's other axes, or use get_group({wanted[0]!r}) for a single group"
             )
     dims = sorted([*rest, *wanted], key=lambda name: min(place[axis] for axis in axes_of.get(name, (name,))))
     return dims if [name for name in dims if name in wanted] == list(wanted) else [*rest, *wanted]

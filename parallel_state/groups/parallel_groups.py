@@ -86,7 +86,8 @@ class ParallelGroups:
     def _check(self, group: GroupCoordinator) -> None:
         if self.is_coordinator and not group.is_first_rank:
             raise LayoutError(
-                f"rank 0 of the world must also be rank 0 of each of its groups, but isn't rank 0 of {group!r}"
+                f"rank 0 of the world must be the first rank of each of its groups, but isn't the first of {group!r}; "
+                "list it first"
             )
 
     def get(self, name: str) -> GroupCoordinator:
@@ -218,8 +219,8 @@ def try_get_current_groups() -> ParallelGroups | None:
     if groups is POOLED:
         raise UsageError(
             "the current groups are unknown in this thread-pool worker: the worker was started inside `with "
-            "groups.use():`, but its tasks may come from outside. Submit `contextvars.copy_context().run, "
-            "function`, or enter `with groups.use():` in the function"
+            "groups.use():`, but its tasks may come from other code. Call `submit(contextvars.copy_context().run, "
+            "function)`, or enter `with groups.use():` in the function"
         )
     return groups
 

@@ -158,10 +158,10 @@ def other_sizes_by_name(function: _Function, also: Callable[..., object] | None 
             )
             raise InvalidArgumentError(
                 f"{function.__name__}() takes only the tensor- and pipeline-parallel sizes by position, but got "
-                f"{', '.join(map(repr, more))} after them; pass these by name: as in Megatron, "
-                f"virtual_pipeline_model_parallel_size={more[0]!r}; as in vLLM, "
-                f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; for data parallelism, "
-                f"data_parallel_size={more[0]!r}"
+                f"{', '.join(map(repr, more))} after them; pass these by name. In Megatron this is "
+                f"virtual_pipeline_model_parallel_size={more[0]!r}, in vLLM "
+                f"{', '.join(f'{name}={value!r}' for name, value in vllm)}; or do you mean "
+                f"data_parallel_size={more[0]!r}?"
             )
         if unknown := next((name for name in kwargs if name not in known), None):
             problem = no_such_name(f"{function.__name__}() has no argument", unknown, known)

@@ -206,8 +206,8 @@ class Layout:
             if axes <= set(grid.names):
                 return grid, axes
         raise LayoutError(
-            f"no group spans {' and '.join(names)}: these axes belong to different divisions of the ranks "
-            f"({'; '.join(map(str, self.grids))})"
+            f"no group spans {' and '.join(names)}: dense layers and expert layers have axes of their own "
+            f"({'; '.join(map(str, self.grids))}); name axes of one of these"
         )
 
     def __str__(self) -> str:

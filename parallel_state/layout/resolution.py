@@ -255,8 +255,8 @@ def _check_fixed_experts(
     found = dense.size(*spans["ep"])
     if given.get("ep") not in (None, -1, 1, found) or given.get("etp") not in (None, 1):
         raise LayoutError(
-            f"in order {order!r} the expert-parallel size is {' · '.join(spans['ep'])} = {found}, and there is "
-            f"no expert-tensor axis, but ep={given.get('ep')} and etp={given.get('etp')} were passed; leave them out"
+            f"order {order!r} has no axes of their own for expert layers: ep is {' · '.join(spans['ep'])} = {found}, "
+            f"and etp is 1, but ep={given.get('ep')} and etp={given.get('etp')} were passed; leave them out"
         )
 
 
@@ -278,8 +278,8 @@ def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
         return _split(dense, "tp", "dcp", dcp, "tp/dcp"), f", dcp={dcp} in tp" if dcp > 1 else ""
     if dcp not in (1, pcp, tp * pcp):
         raise LayoutError(
-            f"with pcp={pcp} and tp={tp}, dcp must be one of {sorted({1, pcp, tp * pcp})}, but is {dcp}: "
-            "decode-context-parallel groups then have one rank, or span pcp, or pcp and tp"
+            f"with prefill-context-parallel size pcp={pcp} and tp={tp}, the decode-context-parallel size dcp must be "
+            f"1, pcp or pcp · tp: one of {sorted({1, pcp, tp * pcp})}, but is {dcp}"
         )
     axes = () if dcp == 1 else ("pcp",) if dcp == pcp else ("pcp", "tp")
     return axes, f", dcp={dcp} in {' · '.join(axes)}" if axes else ""

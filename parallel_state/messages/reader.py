@@ -83,8 +83,8 @@ class Reader:
         group = self._group
         if any(self._sliced) and (group is None or header.slices != group.world_size):
             raise CollectiveMismatchError(
-                f"sender and receiver must pass all-gather groups of one size, but rank {src} of {context} divided "
-                f"its tensors into {header.slices} slices, and this rank's all_gather_group has "
+                f"sender and receiver must pass all-gather groups of equal size, but rank {src} of {context} divided "
+                f"its tensors among {header.slices} ranks, and this rank's all_gather_group has "
                 f"{'no' if group is None else group.world_size} ranks; pass the same all_gather_group on both sides",
                 group=context.name,
                 rank=context.rank,

@@ -384,7 +384,8 @@ def _receive(connection: socket.socket, count: int, until: float, closed: bytes 
         if not data:
             if not received and closed is None:
                 raise ConnectionResetError(
-                    "the service that listens at the store's address closes each connection without an answer"
+                    "the service that listens at the store's address closes each connection without an answer; another "
+                    "service may use this port"
                 )
             break
         received += data

@@ -84,8 +84,8 @@ def find(target: str) -> Job:
     job = {pid: each for pid, each in answers.items() if chosen & {pid, *each["pids"].values()}}
     if not job and (silent := sorted(chosen & set(pids))):
         raise LookupError(
-            f"no rank of {target!r} answered within {_ANSWER_S:g} s; repeat the command. "
-            + "; ".join(f"pid {pid}: {condition_of(pid) or 'not stopped'}" for pid in silent[:MOST_SHOWN])
+            f"no rank of {target!r} answered within {_ANSWER_S:g} s; repeat the command. Its processes: "
+            + "; ".join(f"pid {pid}: {condition_of(pid) or 'running'}" for pid in silent[:MOST_SHOWN])
         )
     if not job:
         names = f"; PIDs of ranks here: {', '.join(map(str, pids))}" if pids else ""

@@ -242,7 +242,7 @@ def test_meshes_that_cannot_be(pools: Pools) -> None:
             "overlap": ("LayoutError", "dp_shard in common"),
             "twice": ("LayoutError", "must be different"),
             "unknown": ("LayoutError", "there is no group 'tensor' in this layout; its groups are tp, "),
-            "two numberings": ("LayoutError", "belong to different divisions of the ranks"),
+            "two numberings": ("LayoutError", "dense layers and expert layers have axes of their own"),
             "ends": ("LayoutError", "no group 'embedding' in this layout"),
             "no str": ("InvalidArgumentError", "as names, one argument each"),
             "half of an axis": ("LayoutError", "the rest of 'tp' is no group"),

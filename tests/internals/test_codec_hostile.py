@@ -234,7 +234,7 @@ def test_lengths_are_checked_before_memory_is_taken(data):
         (b"", "5 bytes or more, but is 0"),
         (b"\1\0\0\0", "5 bytes or more, but is 4"),
         (HEADER, "not a message"),
-        (b"\1\xff\xff\xff\xff\xc0", "is 6 bytes, but its tensor table claims 4294967295"),
+        (b"\1\xff\xff\xff\xff\xc0", "is 6 bytes, but its table of tensors 4294967295"),
         (b"\1\1\0\0\0\xc0\xc0", "tensor table of a message is malformed"),
     ],
 )
@@ -283,9 +283,9 @@ def test_tensors_together_claim_no_more_than_the_limit():
 @pytest.mark.parametrize("index", [b"\x01\0\0\0", b"\xff" * 4, b"\xff" * 100])
 def test_index_of_a_tensor_must_be_in_the_table(index):
     message = codec.read(tensor_message(["float32", [1], "cpu"], body=Ext(9, index)))
-    with pytest.raises(MessageDecodeError, match="refers to tensor"):
+    with pytest.raises(MessageDecodeError, match="refers to tensor number"):
         message.build([torch.ones(1)])
-    with pytest.raises(MessageDecodeError, match="refers to tensor"):
+    with pytest.raises(MessageDecodeError, match="refers to tensor number"):
         codec.read(tensor_message(body=Ext(9, index)))
 
 
@@ -453,7 +453,7 @@ COLLIDING = {
 @pytest.mark.parametrize("way", WAYS)
 def test_colliding_keys_are_refused_before_they_take_long(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     take_way("library" if name.startswith("msgpack") else way, monkeypatch)
-    with pytest.raises(MessageDecodeError, match=r"that collide|a type that no sender uses"):
+    with pytest.raises(MessageDecodeError, match=r"that collide|an unsupported type"):
         decode(HEADER + COLLIDING[name])
 
 

@@ -329,7 +329,7 @@ def test_where_the_order_says_what_ep_is_made_of() -> None:
     for wrong in ({"ep": 2}, {"ep": 12}, {"etp": 2}):
         message = message_of(12, {**sizes, **wrong}, "vllm")
         assert "tp · pcp · dp_shard · dp_replicate = 6" in message
-        assert "no expert-tensor axis" in message
+        assert "no axes of their own for expert layers" in message
         assert "=".join(map(str, *wrong.items())) in message
 
 

@@ -319,8 +319,8 @@ def test_a_rank_outside_of_a_layout(rank: int) -> None:
         (("tp", "xx"), ["no group 'xx'"]),
         (("tp/a",), ["no group 'tp/a'"]),
         (("rim", "tp"), ["no group 'rim' in this layout"]),
-        (("tp", "ep"), ["tp and ep", "belong to different divisions", "tp=2 × dp=2 × pp=2", "ep=4 × pp=2"]),
-        (("model", "everyone"), ["model and everyone", "belong to different divisions"]),
+        (("tp", "ep"), ["tp and ep", "have axes of their own", "tp=2 × dp=2 × pp=2", "ep=4 × pp=2"]),
+        (("model", "everyone"), ["model and everyone", "have axes of their own"]),
     ],
 )
 def test_a_group_that_a_layout_does_not_have(names: tuple[str, ...], parts: list[str]) -> None:

@@ -21,6 +21,7 @@ VERSIONS = ("2.11", "2.13", "2.15")
 SEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     VERSIONS: (
         "torch.distributed.distributed_c10d._DistributedBackendOptions",
+        "torch.distributed.distributed_c10d._abort_process_group",
         "torch.distributed.distributed_c10d._get_default_store",
         "torch.distributed.distributed_c10d._new_process_group_helper",
         "torch.distributed.distributed_c10d._set_pg_timeout",

@@ -600,7 +600,9 @@ void Core::excuse(Nanos late) {
     shift(&watch.heard, config_.limit);
     if (watch.hunt >= 0) watch.hunt = now_;
   }
-  for (auto& [domain, silence] : silences_) shift(&silence.first, config_.limit);
+  for (auto& [domain, silence] : silences_) {
+    if (leading_ && silence.second) shift(&silence.first, config_.limit);
+  }
   const Nanos soon = now_ + config_.settle;
   for (auto& [key, round] : rounds_) {
     if (round.deadline < soon) round.deadline = soon;

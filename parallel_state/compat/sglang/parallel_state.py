@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from device_communicators.base import settings
 from device_communicators.base.errors import AlreadyInitializedError, GroupNotInitializedError, LayoutError
-from device_communicators.base.torch_internals import default_store
+from device_communicators.base.torch_internals import abort_process_groups, default_store
 from parallel_state import state
 from parallel_state.collectives.capture_stream import GraphCaptureContext
 from parallel_state.compat.sglang import coordinator, utils
@@ -234,9 +234,7 @@ def abort_distributed_environment() -> None:
     try:
         if world is not None and world.pool is not None:
             world.pool.abandon()
-        abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-        if abort is not None:
-            abort()
+        abort_process_groups()
     except Exception as error:  # callers are about to exit
         logger.warning("aborting the process groups failed: %s: %s", type(error).__name__, error)
 

@@ -107,7 +107,9 @@ def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) ->
     limit = settings.MAX_METADATA_BYTES.get()
     if len(view) > limit:
         name = settings.MAX_METADATA_BYTES.name
-        raise MessageDecodeError(f"a message's metadata must be at most {limit} bytes ({name}), but is {len(view)}")
+        raise MessageDecodeError(
+            f"a message's metadata must be at most {limit} bytes ({name}), but is {len(view)}; raise {name} everywhere"
+        )
     if len(view) < _HEADER.size:
         raise MessageDecodeError(f"a message's metadata must be {_HEADER.size} bytes or more, but is {len(view)}")
     version, table_bytes = _HEADER.unpack_from(view)
@@ -120,7 +122,7 @@ def read(data: bytes | bytearray | memoryview, *, allow_pickle: bool = False) ->
     body_at = _HEADER.size + table_bytes
     if body_at > len(view):
         raise MessageDecodeError(
-            f"a message's metadata is {len(view)} bytes, but its tensor table claims {table_bytes}"
+            f"a message is malformed: its metadata is {len(view)} bytes, but its table of tensors {table_bytes}"
         )
     table, problem = view[_HEADER.size : body_at], "the tensor table of a message is malformed"
     tensors = _decoded(problem, codec_types.read_tensor_rows, table) if table_bytes else []

@@ -247,7 +247,7 @@ def numpy_array(parts: list[Any]) -> Any:
         raise MessageDecodeError("a message holds a numpy value, but numpy is not installed on this rank") from error
     spec, shape, order, data = parts
     if not _NUMPY_DTYPE.fullmatch(spec) or order not in ("C", "F") or type(data) is not bytes:
-        raise MessageDecodeError("a message is malformed: it holds a numpy value with malformed parts")
+        raise MessageDecodeError("a message is malformed: it holds a numpy value with a wrong dtype, order or data")
     dtype = numpy.dtype(spec)
     if len(shape) > MAX_DIMS or not all(0 <= size < MAX_TENSOR_BYTES for size in shape):
         raise MessageDecodeError("a message is malformed: it holds a numpy value with a malformed shape")

@@ -316,7 +316,7 @@ class Decoder:
             self._left_s += len(data) * _S_PER_BYTE
             if not _key_check()(bytes(data)):
                 raise MessageDecodeError(
-                    "a message is malformed: a dict has keys of a type that no sender uses, or is nested too deep"
+                    "a message is malformed: a dict has keys of an unsupported type, or is nested too deep"
                 )
         return _from_msgpack(data, ext_hook=self._ext)
 
@@ -344,8 +344,8 @@ class Decoder:
             self._left_s = left_s - (time.thread_time() - started)
             if self._left_s < 0:
                 raise MessageDecodeError(
-                    f"a message holds a set or dict of {len(items)} items that collide: their hashes are equal, so "
-                    "decoding would take too long"
+                    f"a message holds a set or dict of {len(items)} items that collide: too many hashes are equal, so "
+                    "decoding would take too long; send a list"
                 )
         return made
 
@@ -371,7 +371,7 @@ class Decoder:
         index = int.from_bytes(data, "little")
         if index >= len(self._tensors):
             raise MessageDecodeError(
-                f"a message is malformed: it refers to tensor {str(index)[:20]} of {len(self._tensors)}"
+                f"a message is malformed: it refers to tensor number {str(index)[:20]}, but has {len(self._tensors)}"
             )
         return self._tensors[index]
 

@@ -1,6 +1,6 @@
-"""Finds the smallest change of `plan`'s options with which the sizes fit.
+"""Finds the smallest change of `plan`'s options that makes the layout valid.
 
-The size of a change is the product of the ratios of new and old values.
+A change's size is the product of the factors by which options grow or shrink.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
         if each.name != "peer_memory" and each.refusal(request) is None:
             return each
     raise TuneError(
-        f"tune has nothing to compare its kernels with: no other communicator supports {device_type} tensors"
+        f"tune has nothing to compare its kernels with: neither NCCL nor gloo supports {device_type} tensors here"
     )
 
 
@@ -243,7 +243,10 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
     ranks = conditions.world_size
     for operation in ORDERS:
         if not any(times.get(operation, {}).values()):
-            raise TuneError(f"tune wrote no row to its table: {operation} on {ranks} ranks has no measured times")
+            raise TuneError(
+                f"tune wrote no row to its table: every measurement of {operation} on {ranks} ranks failed; see the "
+                "errors above"
+            )
     bounds = {operation: boundaries(times[operation], order) for operation, order in ORDERS.items()}
     sums, gather, scatter = (bounds[name] for name in ("all_reduce", "all_gather", "reduce_scatter"))
     ratios = [math.log(us[OTHER] / us[TORCHS]) for us in times["all_reduce"].values() if {OTHER, TORCHS} <= us.keys()]
