@@ -1,10 +1,10 @@
 """Runs the tests and benchmarks that need a GPU, in two calls of at most 15 minutes in total.
 
-    python benchmarks/gpu_proof.py prepare [--model]         with a network: fills .gpu/, to copy to the GPU's machine
+    python benchmarks/gpu_proof.py prepare                   with a network: fills .gpu/, to copy to the GPU's machine
     python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
-    python benchmarks/gpu_proof.py second OUT --limit-s 380  failed tests (--again NAMES, or .gpu/again), then the rest
+    python benchmarks/gpu_proof.py second OUT --limit-s 380  repeats failed tests, then runs the rest
     python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
-    python benchmarks/gpu_proof.py machine | compile         steps of the first call: lines of JSON
+    python benchmarks/gpu_proof.py machine                   one step of the first call; also `compile`
 
 At a step's deadline, all its processes are killed and the next step begins. Prints each step's outcome. OUT gets at
 most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests' report, kernels.{json,svg} and

@@ -134,7 +134,8 @@ def load_vllm(root: Path) -> Any:
 
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
     """Returns vLLM's coordinator over gloo for the list in `rows` that contains `rank`. `rows`: lists of global ranks.
-    Every rank must call this, with torchrun's variables set. `queue`: also creates the message queue.
+    Every rank must call this, with torchrun's variables set. `root`: where `setup` put vLLM. `queue`: also creates the
+    message queue.
     """
     warnings.filterwarnings("ignore", "The given buffer is not writable")
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"

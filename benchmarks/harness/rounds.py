@@ -52,11 +52,12 @@ def measure_all(
     until: float = math.inf,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Measures each case on all teams, and returns the rows. Then repeats disturbed cases for about `plan.repeat_s`.
+    """Measures each case on all teams, and returns the rows. Then repeats, for about `plan.repeat_s`, the cases during
+    which other processes used cores.
 
-    `cases`: values for `prepare`; an entry "most_calls" limits the calls per round. `keep` gets all rows after each
-    case. `until`: time.monotonic() at which all should be done; late cases get fewer rounds, but at least 3.
-    `progress`: by default a new one.
+    `teams`: one object per library, which runs its calls. `cases`: arguments of the teams' method `prepare`; an entry
+    "most_calls" limits the calls per round. `keep` gets all rows after each case. `until`: time.monotonic() at which
+    all should be done; late cases get fewer rounds, but at least 3. `progress`: by default a new one.
     """
     shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []

@@ -391,7 +391,10 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Exchanges rows of `x`. Splits are row counts; None means equal counts, and is 1.5 µs faster than two lists."""
+    """Exchanges rows of `x`. The splits are the numbers of rows for each rank, and from it; None: all equal.
+
+    `token` orders the ops of a group in a graph. None is 1.5 µs faster than two lists.
+    """
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 
 

@@ -132,7 +132,7 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets the timeouts to `timeout_s`. gloo's, which other groups use, doesn't become shorter than `at_creation_s`."""
+    """Sets both process groups' timeouts to `timeout_s`; that of the shared gloo group to at least `at_creation_s`."""
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))

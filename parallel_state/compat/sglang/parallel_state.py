@@ -63,8 +63,8 @@ def init_distributed_environment(
 ) -> None:
     """Creates the world group over torch's default group, which is created if needed. Every rank must call this.
 
-    `timeout` is in seconds. A second call only checks the world's size. `recovered_rank` and `max_world_size` are
-    unsupported.
+    `timeout` is in seconds. A second call only checks the world's size. `moe_a2a_backend="nixl"` shares the group's
+    store with nixl. Raises an error for `recovered_rank` and `max_world_size`, which are unsupported.
     """
     refuse_elastic(recovered_rank, 0, max_world_size)
     if state.try_get_world_group() is None:

@@ -69,7 +69,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields (kind, group) for this rank's groups, in the same order on all ranks."""
+    """Yields (kind, group) for this rank's existing groups, in the same order on all ranks. `sizes`: axis -> ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
