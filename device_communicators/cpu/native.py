@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from ctypes import (
     POINTER,
     c_char_p,
@@ -50,6 +50,7 @@ _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))
 _QUEUE_WAITING = (c_void_p, c_int64, c_int, POINTER(c_int64))
+_SLICE_S = 0.2
 _HEEDED_S = 60.0
 """For this time after a failed compile, other processes report that failure instead of compiling again."""
 _FAILURE_BYTES = 4096
@@ -370,6 +371,8 @@ def find_or_compile(recipes: Sequence[Recipe], unfit: str = "") -> list[tuple[Pa
     missing = [recipe for recipe in recipes if _find(recipe, unfit)[0] is None]
     with native_build.threads_that_compile(max(1, len(missing))) as workers:
         made = {recipe: workers.submit(_find_or_compile, recipe, unfit, missing) for recipe in missing}
+        while wait(made.values(), _SLICE_S).not_done:  # a longer wait could miss Ctrl-C
+            pass
         return [made[recipe].result() if recipe in made else _find(recipe, unfit) for recipe in recipes]
 
 

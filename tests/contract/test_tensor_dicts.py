@@ -294,7 +294,7 @@ def slices_without_a_group_to_gather(passed: str) -> None:
         pp.isend_tensor_dict(values, None, tp).wait()
     else:
         receiving_group = {"none": None, "another": world}[passed]
-        with pytest.raises(ps.CollectiveMismatchError, match="divided its tensors into 2 slices") as raised:
+        with pytest.raises(ps.CollectiveMismatchError, match="divided its tensors among 2 ranks") as raised:
             pp.recv_tensor_dict(None, receiving_group)
         assert {"none": "has no ranks", "another": "has 4 ranks"}[passed] in str(raised.value)
         check_failed(pp, raised.value)

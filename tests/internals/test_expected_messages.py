@@ -147,7 +147,7 @@ def test_slices_need_their_group(tmp_path: Path, group: Any) -> None:
             sender.send(sender.encode(step(number), dict, Halves()), 1)
             if number < 3:
                 receiver.recv(0, Halves())
-        with pytest.raises(CollectiveMismatchError, match="divided its tensors into 2 slices"):
+        with pytest.raises(CollectiveMismatchError, match="divided its tensors among 2 ranks"):
             receiver.recv(0, group)
 
 

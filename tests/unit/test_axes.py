@@ -436,7 +436,10 @@ def test_decode_context_parallel_groups_are_those_of_pcp_or_of_pcp_and_tp() -> N
     assert layouts[4].axes_of("dcp") == ("pcp",)
     assert layouts[8].groups("dcp") == [list(range(8)), list(range(8, 16))]
     assert layouts[-1] == layouts[8]
-    assert "with pcp=4 and tp=2, dcp must be one of [1, 4, 8], but is 2" in message_of(16, {**sizes, "dcp": 2}, "vllm")
+    assert (
+        "pcp=4 and tp=2, the decode-context-parallel size dcp must be 1, pcp or pcp · tp: one of [1, 4, 8], but is 2"
+        in message_of(16, {**sizes, "dcp": 2}, "vllm")
+    )
 
 
 def test_optimizer_instances_divide_dp_and_cp_together() -> None:

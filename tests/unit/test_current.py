@@ -160,7 +160,7 @@ def test_a_wrapper_of_thread_start_stays() -> None:
 def test_a_worker_of_multiprocessing_s_thread_pool_raises() -> None:
     with PAIR.use():
         pool = ThreadPool(1)
-        with pytest.raises(ps.UsageError, match=r"Submit `contextvars.copy_context\(\).run, function`"):
+        with pytest.raises(ps.UsageError, match=r"Call `submit\(contextvars.copy_context\(\).run, function\)`"):
             pool.apply(ps.try_get_current_groups)
     with pool:
         with EIGHT.use():
@@ -184,7 +184,7 @@ def test_a_worker_of_a_pool_raises() -> None:
     with ThreadPoolExecutor(1) as pool:
         with PAIR.use():
             for get in (ps.try_get_current_groups, ps.get_tp_group, ps.try_get_tp_group):
-                with pytest.raises(ps.UsageError, match=r"Submit `contextvars.copy_context\(\).run, function`"):
+                with pytest.raises(ps.UsageError, match=r"Call `submit\(contextvars.copy_context\(\).run, function\)`"):
                     pool.submit(get).result(DEADLINE_S)
             assert pool.submit(contextvars.copy_context().run, ps.current_groups).result(DEADLINE_S) is PAIR
         with pytest.raises(ps.UsageError):

@@ -652,7 +652,7 @@ def test_sizes_by_position_behind_the_first_two_are_refused_with_what_each_incum
             function(*before, *sizes)
         message = str(caught.value)
         assert message.startswith(f"{function.__name__}() takes")
-        assert f"virtual_pipeline_model_parallel_size={sizes[2]};" in message
+        assert f"virtual_pipeline_model_parallel_size={sizes[2]}," in message
         assert f"prefill_context_model_parallel_size={sizes[2]}" in message
         assert ("decode_context_model_parallel_size=4" in message) == (len(sizes) > 3)
         assert f"data_parallel_size={sizes[2]}" in message
