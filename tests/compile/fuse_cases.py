@@ -229,7 +229,7 @@ LEFT = {
     _product: "not by an", _alpha: "not by an", _twice_itself: "itself", _a_number: "number",
     _broadcast: "another shape", _larger_residual: "another shape", _layer_norm: "no norm", _no_weight: "weight",
     _two_dims: "other dims", _first_dim: "other dims", _all_dims: "other dims", _fourth_power: "no norm",
-    _no_root: "no rsqrt", _eps_tensor: "constant", _of_another: "multiplied by the sum", _root_used: "used elsewhere",
+    _no_root: "no rsqrt", _eps_tensor: "constant", _of_another: "its own input", _root_used: "used elsewhere",
     _weight_of_rows: "the weight of", _weight_of_one: "the weight of", _wide_weight: "", _narrow_norm: "no norm",
     _residual_after_it: "computed from the result",
 }  # fmt: skip

@@ -364,7 +364,7 @@ def test_what_groups_must_be() -> None:
     """Rank 0 of the world reports for all of its groups, so it must be rank 0 of each."""
     groups = simulate(0, 4, 2)
     for axis in AXES:
-        with pytest.raises(ps.LayoutError, match="rank 0 of each of its groups"):
+        with pytest.raises(ps.LayoutError, match="the first rank of each of its groups"):
             dataclasses.replace(groups, groups={**groups.groups, axis: simulated_group([1, 0], 0)})
     for rank, axis in itertools.product(range(1, 4), AXES):
         mine = simulate(rank, 4, 2)

@@ -135,7 +135,7 @@ def test_gathering_without_a_control_plane_and_gloo_says_why() -> None:
     watcher = Watcher()
     assert watcher.gather("what", (0,), b"mine", 1.0) == [b"mine"]
     watcher.listen("it was not compiled", "127.0.0.1")
-    with pytest.raises(ControlError, match="there is no control plane: it was not compiled"):
+    with pytest.raises(ControlError, match="but has none: it was not compiled"):
         watcher.gather("what", (0, 1), b"mine", 1.0)
 
 
