@@ -96,7 +96,9 @@ def check_row_15(
                 assert told.outcome.kind == "CollectiveTimeoutError", (rank, told)
                 assert told.outcome.suspect_ranks == (2,), (rank, told)
             else:
-                assert told.outcome.kind in ("CollectiveTimeoutError", "PeerDiedError", "CommunicationError"), told
+                assert told.outcome.kind in ("CollectiveTimeoutError", "PeerDiedError", "CommunicationError"), (
+                    told.outcome.text
+                )
         return max(told.outcome.seconds for rank, (told, _) in results.items() if rank != 2)
 
     assert_in_time(trial, tmp_path, T_S + 1.0, before=ranks.kill)
