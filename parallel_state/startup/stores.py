@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import ipaddress
 import logging
 import os
@@ -181,7 +182,8 @@ def _serve(address: tuple[str, int], place: ProcessEnvironment, deadline: float)
             in_use = error.errno == errno.EADDRINUSE
             stranger = _stranger_at(address) if in_use else ""
             if in_use and not stranger and time.monotonic() + 0.2 < give_up:
-                time.sleep(0.05)  # an earlier world may be closing its server
+                gc.collect()  # an earlier world's store, which a reference cycle can keep, closes its server when freed
+                time.sleep(0.05)
                 continue
             what = f"is in use by another process{stranger}"
             if not in_use:
