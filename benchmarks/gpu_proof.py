@@ -4,7 +4,7 @@
     python benchmarks/gpu_proof.py first OUT                 on the GPU's machine, within 400 s
     python benchmarks/gpu_proof.py second OUT --limit-s 380  repeats failed tests, then runs the rest
     python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
-    python benchmarks/gpu_proof.py machine                   one step of the first call; also `compile`
+    python benchmarks/gpu_proof.py machine                   describes the machine; the first call runs this step
 
 At a step's deadline, all its processes are killed and the next step begins. Prints each step's outcome. OUT gets at
 most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests' report, kernels.{json,svg} and

@@ -55,8 +55,8 @@ class Way:
 
 
 class Ways:
-    """Each `Way` to run a group's collectives: by one communicator, by the whole route, or by torch. Every rank must
-    create this.
+    """Each `Way` to run a group's collectives: by one communicator, by all in order of preference, or by torch. Every
+    rank must create this.
     """
 
     def __init__(self, group: ps.GroupCoordinator) -> None:

@@ -1,4 +1,4 @@
-"""Collects, forwards and renames functions, for modules with other projects' names."""
+"""Makes the functions of the compat modules: forwards another project's name to a function of this library."""
 
 from __future__ import annotations
 

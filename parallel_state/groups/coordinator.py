@@ -1075,8 +1075,9 @@ class GroupCoordinator:
     ) -> ReceiveHandle:
         """Starts to receive a dict; the handle's `wait()` returns the dict.
 
-        Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. In a group of one rank
-        `wait()` returns None, and the handle unpacks to None and two empty lists.
+        Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. `out`, `views`: see
+        recv_tensor_dict. In a group of one rank `wait()` returns None, and the handle unpacks to None and two empty
+        lists.
         """
         messages.check_options(self.context, "irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)

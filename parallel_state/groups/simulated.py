@@ -39,7 +39,8 @@ def simulate(
     ranks_per_node: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> ParallelGroups:
-    """Returns the simulated groups of `rank`. Works before any init.
+    """Returns the groups of `rank` in one process, to check shapes. Calls act as if all ranks had this rank's tensors.
+    Works before any init.
 
     Sizes, order and errors are those of initialize_model_parallel. `ranks_per_node`: see create_parallel_groups.
     """

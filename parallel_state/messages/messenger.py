@@ -92,11 +92,11 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends `obj` immediately if possible, and returns None. Otherwise returns the encoded message or the handle of
-        a started send, for `isend` or `send`.
+        """Sends `obj` without Python code if possible. Returns None if the send is complete, the handle of a started
+        send, or the encoded message, which the caller must then send.
 
-        `waits`: waits until the message is sent. `must_be`: the required type of `obj`. `group`, `all_gather_tensors`:
-        see `GroupCoordinator.send_tensor_dict`.
+        `waits`: completes the send before returning. `must_be`: the required type of `obj`. `group`,
+        `all_gather_tensors`: see `GroupCoordinator.send_tensor_dict`.
         """
         if self._unwaited:
             self._forget_sent()

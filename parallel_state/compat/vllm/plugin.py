@@ -23,7 +23,10 @@ class StandBackError(Exception):
 
 
 def find_platform() -> str | None:
-    """Returns the name of this library's platform. Raises StandBackError if another platform is active in vLLM."""
+    """Returns the name of this library's platform. Raises StandBackError if another platform is active in vLLM.
+
+    Returns None if another platform plug-in asks while this function asks it.
+    """
     if vars(_asking):  # another platform plug-in calls this one from within _check_alone
         return None
     _asking.now = True
