@@ -455,7 +455,7 @@ class World:
 
     def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
         if self._end:  # perhaps after the question was sent
-            raise ControlError(f"{what} failed: this process's control plane, its connections, ended ({self._end})")
+            raise ControlError(f"{what} failed: the control plane, which connects ranks, has ended here ({self._end})")
         if not asked.done.wait(timeout_s + _GRACE_S):
             raise self._late(what, timeout_s)
         if asked.error is not None:
@@ -481,7 +481,7 @@ class World:
             self._end = self._end or "its helper thread ended"
             self._end_calls(
                 lambda: ControlError(
-                    f"the call failed: this process's control plane, its connections, ended ({self._end})"
+                    f"the call failed: the control plane, which connects ranks, has ended here ({self._end})"
                 )
             )
             self._library.ps_control_close(self._handle)

@@ -126,7 +126,7 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """Where a rank runs. Unknown fields are empty. `began`: the process's start time.
+    """The location of a rank. Unknown fields are empty. `began`: the process's start time.
 
     Processes can connect over loopback if their `network` is equal, and watch each other by PID if their `processes`
     are equal.

@@ -27,7 +27,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """Whether the group has a property, and the reason. Equal on all ranks."""
+    """A property that the group has or lacks, and the reason. Equal on all ranks."""
 
     holds: bool
     reason: str
@@ -50,7 +50,7 @@ class GroupTopology:
     fewest_nvlinks: int | None
     """Smallest known number of NVLinks between two GPUs, or None."""
     nvlink_full_mesh: Vote
-    """Whether NVLink connects all ranks' GPUs. Ranks on the same GPU count as connected."""
+    """The property that NVLink connects all ranks' GPUs. Ranks on the same GPU count as connected."""
     peer_access: Vote
 
     def sharers(self, rank: int) -> tuple[int, ...]:

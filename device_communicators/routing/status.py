@@ -89,7 +89,7 @@ class Status:
         """Start and length of the last wait that was logged."""
         self._began_s = time.monotonic()
         self.start: Start | None = None
-        """What this rank waits for at start-up; None once start-up is complete."""
+        """The event that this rank awaits at start-up; None once start-up is complete."""
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,

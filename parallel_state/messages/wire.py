@@ -92,8 +92,8 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What a rank sends of each tensor: slice `mine` of `slices`, or all of it if its key is in `whole` or `slices` is
-    0. Corresponds to `Cut` in csrc/pack.h.
+    """The part of each tensor that a rank sends: slice `mine` of `slices`, or all of it if its key is in `whole` or
+    `slices` is 0. Corresponds to `Cut` in csrc/pack.h.
     """
 
     slices: int = 0

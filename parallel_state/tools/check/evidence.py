@@ -30,7 +30,7 @@ class Evidence:
     """
 
     arrivals: Sequence[Facts]
-    """What each rank found out about its machine, in the order in which the ranks registered."""
+    """The facts of each rank about its machine, in the order of registration."""
     world_size: int
     sizes: Mapping[str, int] = field(default_factory=dict)
     order: str | None = None
