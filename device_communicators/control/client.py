@@ -65,15 +65,13 @@ def question(library: Any, address: tuple[str, int], token: str, text: str, limi
 class Request:
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float, connect_s: float = CONNECT_S) -> None:
         """Starts a request. `client`: the client's number in C++. The request ends after `limit_s`, but it may take
-        `connect_s` to connect, if that is longer.
+        `connect_s` to connect, if that is longer. The caller must call `close`: Python would drop a KeyboardInterrupt
+        in `__del__`.
         """
         self._library = library
         self._handle = library.ps_store_ask(client, content, len(content), limit_s, connect_s)
         if self._handle < 0:
             raise OSError(-self._handle, os.strerror(-self._handle))
-
-    def __del__(self) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the request. Keeps the connection for reuse if a reply arrived, except after the request of

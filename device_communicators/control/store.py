@@ -141,11 +141,13 @@ class ControlStore(dist.Store):
         connect_s = min(CONNECT_S, own.total_seconds()) if call == _WAIT else 0.0
         try:
             request = Request(self.library, self.client(limit_s), content, limit_s, connect_s)
+            if holds:
+                self._held.append(request)
             try:
                 code, text = request.wait()
-            except BaseException:
-                request.close()
-                raise
+            finally:
+                if not holds:
+                    request.close()
             if code == errno.ETIME:
                 raise dist.DistStoreError(f"wait timeout after {limit_s * 1000:.0f} ms, keys: {names(parts)} ({self})")
             if code != 0:
@@ -166,8 +168,6 @@ class ControlStore(dist.Store):
             raise dist.DistNetworkError(f"{self} can't be reached: {error}") from error
         if text[0] != 0:
             raise dist.DistStoreError(f"{self} rejected the call: {parts_of(text)[0].decode(errors='replace')}")
-        if holds:
-            self._held.append(request)
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:

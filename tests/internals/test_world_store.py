@@ -470,3 +470,26 @@ def test_stores_of_one_server_share_connections(world: World) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2
     stores[0].close()
     assert stores[1].get("n") == b"20"
+
+
+class _InterruptedAtEnd:
+    """A library in which Ctrl-C arrives while a request ends."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.library, name)
+
+    def ps_store_end(self, request: int) -> None:
+        self.library.ps_store_end(request)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_request_ends_is_raised(world: World) -> None:
+    store = store_of(world)
+    library, store.library = store.library, _InterruptedAtEnd(store.library)
+    with pytest.raises(KeyboardInterrupt):
+        store.set("key", "value")
+    store.library = library
+    assert store.get("key") == b"value"
