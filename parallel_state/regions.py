@@ -103,7 +103,10 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the differentiable op `name`. If gradients are disabled, calls `kernel`, whose ops compiler passes know."""
+    """Calls the differentiable op `name`. Without gradients calls `kernel`, which returns the same result.
+
+    Compiler passes recognise the ops that `kernel` calls, such as `all_reduce`.
+    """
     return getattr(_OPS, name)(x, *args) if torch.is_grad_enabled() else kernel(x, *args)
 
 

@@ -156,7 +156,7 @@ def init_distributed_environment(
         pool = ProcessGroupPool(
             timeout_s,
             token=joined.token,
-            alone_over=joined.alone_over,
+            alone_backend=joined.alone_backend,
             watcher=watcher,
             joined=not joined.is_ours,
         )
@@ -605,8 +605,9 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     "tp")`.
 
     Every rank of the world must call this with the same names, of axes or of groups that span axes (`dp`, `fsdp`).
-    Without names, the dims are all axes with more than one rank, and `dp_shard` even with one if tp or ep has more.
-    `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order the ranks differently.
+    Without names, the dims are all axes with more than one rank. If tp or ep is one of them, `dp_shard` is
+    always one. `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order
+    the ranks differently.
 
     Raises LayoutError if two names share an axis, or if no order of the ranks fits all names, and
     GroupNotInitializedError in a simulated world.

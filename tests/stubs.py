@@ -49,7 +49,12 @@ def keywords() -> str:
         if field.name != "nproc"
     }
     classes = (
-        ("Sizes", "TypedDict, total=False", "Sizes of the axes, by argument or axis name.", sizes),
+        (
+            "Sizes",
+            "TypedDict, total=False",
+            "Sizes of the axes. `cp` is short for `context_parallel_size`, and so on: see AXES.",
+            sizes,
+        ),
         ("ModelParallelOptions", "Sizes, total=False", "Keywords of initialize_model_parallel.", options),
         ("LaunchOptions", "TypedDict, total=False", "Fields of LaunchConfig.", launch),
     )

@@ -98,10 +98,11 @@ def define(
 
 
 def _deferred_kernel(op: Any) -> Callable[..., None] | None:
-    """Returns a kernel that computes the values of lazily conjugated, negated or zeroed tensors, then calls `op`.
+    """Returns the kernel of `op` for lazily conjugated, negated or zeroed tensors (torch's DEFERRED_KEYS).
 
-    Unlike torch's default kernel, it also copies results back into arguments if `op` returns nothing. Returns None if
-    `op` writes no tensor except its argument `token`.
+    The kernel computes the tensors' values, calls `op`, and copies results back into the arguments that `op` writes.
+    Torch's default kernel copies back only if `op` returns tensors. Returns None if that suffices, because `op` writes
+    only its `token`.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
@@ -391,9 +392,9 @@ def scatter(
 @register("Tensor x, Tensor(a!) token, SymInt[]? output_splits, SymInt[]? input_splits, str group",
           fake=fake_all_to_all, formula=_grad_all_to_all)  # fmt: skip
 def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Splits, group: str) -> Tensor:
-    """Exchanges rows of `x`. The splits are the numbers of rows for each rank, and from it; None: all equal.
+    """Sends rows of `x` to each rank, and returns the received rows. `token` orders the group's ops in a graph.
 
-    `token` orders the ops of a group in a graph. None is 1.5 µs faster than two lists.
+    Splits: how many rows are received from each rank, and sent to each rank. None (equal) is 1.5 µs faster than lists.
     """
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 

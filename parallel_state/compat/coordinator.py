@@ -22,8 +22,9 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the view of `made`, a group of this library. The first call creates it and passes `facts` to the
-        subclass's `_show`.
+        """Returns the view of `made`, a group of this library.
+
+        The first call creates it. The subclass's `_show` makes attributes that only the engine's class has of `facts`.
         """
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"

@@ -70,10 +70,10 @@ def forward(module: str, name: str, method: Callable[..., Any], find: Callable[[
 
 
 def renamed(method: Callable[..., Any], names: str, text: str, then: Callable[[Any], Any] | None = None) -> Any:
-    """Creates a function that calls `method`, with the parameter names `names` and the docstring `text`.
+    """Creates a function that calls `method`, with other parameter names and the docstring `text`.
 
-    In `names`, `dst!` removes the default of `dst`, and `group?` adds an ignored parameter. Ignored parameters must be
-    last. `then` converts the result.
+    `names`: new names for the method's parameters, in order, separated by spaces. `dst!` loses its default. `group?` is
+    a further parameter, which is ignored; such parameters must be last. `then` converts the result.
     """
     signature = inspect.signature(method)
     itself, *parameters = signature.parameters.values()

@@ -719,8 +719,8 @@ class GroupCoordinator:
         The memory is reused after the last tensor that views it is deleted. The result is an ordinary tensor if the
         group spans several hosts, if PARALLEL_STATE_SYMMETRIC_BYTES are used up, or in compiled code on GPUs.
 
-        On a GPU with PARALLEL_STATE_NCCL=on every rank of the group must call it with the same number of bytes. All
-        ranks must pass equal slices of it to a collective: see docs/gpus.md.
+        On a GPU with PARALLEL_STATE_NCCL=on, every rank of the group must call this with the same number of bytes. All
+        ranks must pass the same slice of the tensor to a collective: see docs/gpus.md.
         """
         return tensors.empty(self.route, self._token, size, dtype, device)
 

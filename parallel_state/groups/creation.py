@@ -34,7 +34,7 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Gives this library's own NCCL communicators a stream of high priority. In `options`: also the process group."""
+    """Gives this library's own NCCL communicators a stream of high priority. `options` can give torch's one, too."""
     lazy_cpu_group: bool = False
     """If True, all ranks of the group together create its gloo group at the first use."""
 
@@ -55,10 +55,10 @@ def create_group(
 ) -> Group:
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
-    `make`: the class to instantiate. `traits`: settings of the group. `name`: begins `unique_name`. `domain`: the ranks
-    whose death fails the group, by default all ranks of the world. `given`: process groups of the program, used instead
-    of new ones. `owns_pool`: the group closes `pool`. For the other arguments, and which ranks must call this, see
-    ProcessGroupPool.acquire.
+    Every rank of the group must call this, or with `division` every rank of the world. `make`: the class to
+    instantiate. `pool`: creates or shares process groups. `name`: begins `unique_name`. `division`, `near`, `unshared`:
+    see ProcessGroupPool.acquire. `domain`: the ranks whose death fails the group, by default all ranks of the world.
+    `given`: process groups of the program, used instead of the pool's. `owns_pool`: the group closes `pool`.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -132,7 +132,10 @@ def create_group(
 
 
 def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: float, timeout_s: float) -> None:
-    """Sets both process groups' timeouts to `timeout_s`; that of the shared gloo group to at least `at_creation_s`."""
+    """Sets the process groups' timeouts to `timeout_s`.
+
+    The gloo group `cpu_group` keeps at least its first timeout, `at_creation_s`, because other groups can share it.
+    """
     gloo = cpu_group() if cpu_group.made else None
     if gloo is not None:
         set_timeout(gloo, max(timeout_s, at_creation_s))
@@ -177,8 +180,8 @@ def wrap(
 ) -> Group:
     """Implements `GroupCoordinator.from_process_group`. `make`: the class to instantiate.
 
-    `outer_of`: returns, for the group's ranks, the pool and failure domain of the argument `within`. None without
-    `within`.
+    `outer_of`: returns the pool and failure domain of from_process_group's argument `within`, after a check that it
+    contains the given ranks. None if the program passed no `within`.
     """
     forks.check("from_process_group()")
     given = examine(process_group, cpu_group, device)

@@ -1,10 +1,11 @@
 """Finds the groups that `ParallelGroups.use()` made current. A context variable stores them.
 
-Other mechanisms find them in:
+Three kinds of code find the groups in other ways:
 
-- threads that start inside `use()`: `threading.Thread.start` is wrapped while any groups are in use.
-- backward passes: autograd numbers a thread's nodes in order. `_Forwards` records the groups of each range of numbers.
-- compiled code: see `_Current`.
+- A thread that starts inside `use()`: `threading.Thread.start` is wrapped while any groups are in use.
+- A backward pass uses the groups of its forward pass. Autograd numbers a thread's nodes in order, and `_Forwards`
+  records the groups of each range of numbers.
+- Compiled code reads `_Current.groups`.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    The backward of nodes that were created in an event loop uses the groups that are current when it runs, because
-    autograd doesn't record which asyncio task created a node.
+    Autograd doesn't record which asyncio task created a node. So a node of an event loop has no record, and its
+    backward uses the groups that are current during the backward.
     """
 
-    exist: ClassVar[bool] = False
+    any_exist: ClassVar[bool] = False
     """True once any thread has records."""
 
     def __init__(self, groups: Any) -> None:
-        _Forwards.exist = True
+        _Forwards.any_exist = True
         self._thread = threading.get_ident()
         self._numbers = [0]
         self._groups = [_weak(groups)]
@@ -96,7 +97,7 @@ def _in_event_loop() -> bool:
 
 
 def _find(_: _Current) -> Any:
-    node = node_in_backward() if _Forwards.exist else None
+    node = node_in_backward() if _Forwards.any_exist else None
     if node is not None and (forwards := stashed_for_autograd()) is not None:
         groups = forwards.at(node)
         if groups is not _UNKNOWN:
@@ -111,9 +112,10 @@ leave_to_interpreter(_find)
 
 
 class _Current:
-    """The attribute `groups` is the current groups. Compiled code sets a guard on it.
+    """Has the current groups as its attribute `groups`. torch.compile sets a guard on the attribute's value.
 
-    dynamo doesn't trace the attribute's getter, because it takes the type `instancemethod` for a C function.
+    The getter `_find` is wrapped in the type `instancemethod`. dynamo takes this type for a C function, so it calls the
+    getter instead of tracing it.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

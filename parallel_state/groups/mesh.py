@@ -68,7 +68,10 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims of the root mesh from which a mesh with the dims `wanted` is sliced, slowest-varying first."""
+    """Returns the dims, slowest-varying first, of a mesh over the world of which a mesh with dims `wanted` is a slice.
+
+    `grid`: the numbering of ranks in the layout that has the wanted axes.
+    """
     if list(wanted) == ["world"]:
         return ["world"]
     place = {name: at for at, (name, _) in enumerate(reversed(grid.axes))}

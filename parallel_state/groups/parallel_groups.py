@@ -192,8 +192,8 @@ class ParallelGroups:
         the backward of tensors that the body computed; in an event loop, only if backward is called in the body. Call
         backward in the thread of the forward.
 
-        Getters raise UsageError in a thread-pool worker that the body started: submit
-        `contextvars.copy_context().run, function`. Threads that were started before keep their groups.
+        In a thread-pool worker that was started in the body, getters raise UsageError unless the program calls
+        `pool.submit(contextvars.copy_context().run, function)`. Threads that started before `use()` keep their groups.
         """
         with using(self):
             yield self

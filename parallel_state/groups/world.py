@@ -62,7 +62,7 @@ class JoinedWorld:
     is_ours: bool
     token: str = ""
     """Prefix of the names of this world's process groups, because several worlds can use one store."""
-    alone_over: str | None = None
+    alone_backend: str | None = None
     """The backend, if this world has one rank and no default group of torch."""
     server: tuple[str, int] | None = None
     watcher: Watcher | None = None
@@ -75,7 +75,7 @@ class JoinedWorld:
 
     @property
     def has_made_default_group(self) -> bool:
-        return self.is_ours and self.alone_over is None
+        return self.is_ours and self.alone_backend is None
 
 
 def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> ProcessEnvironment:
@@ -150,7 +150,7 @@ def join_world(
     undo.callback(_unexport, interfaces.set_nccl_environment(place, uses_nccl="nccl" in backend))
     if place.world_size == 1 and not bind_device:
         check_backend(backend)
-        return JoinedWorld(place, device_of(backend, place), True, alone_over=backend)
+        return JoinedWorld(place, device_of(backend, place), True, alone_backend=backend)
     options = GroupOptions(backend, timeout_s, high_priority_stream)
     device, met = _make_default_group(place, init_method, backend, options, bind_device)
     if met is not None:
@@ -221,7 +221,7 @@ def _make_default_group(
             met.watcher.follow(place.rank, {rank: each.for_control for rank, each in met.places.items()})
             met.watcher.share()
             if over_gloo:
-                reachability.prove(place.rank, met.places, met.watcher, met.deadline, met.where)
+                reachability.check_all_hosts(place.rank, met.places, met.watcher, met.deadline, met.where)
             agreement = Agreement("start", place.rank, met.watcher)
             left_s = max(0.0, met.deadline - time.monotonic())
             try:

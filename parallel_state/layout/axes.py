@@ -15,10 +15,11 @@ RankPicker = Callable[[list[int]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Axis:
-    """A kind of group: an axis of the grid of ranks, or derived from other kinds.
+    """A kind of group, such as `tp`: an axis of the grid of ranks, or derived from other kinds.
 
-    A derived kind combines the kinds `spans`, divides groups of the kind `within`, or has some ranks of each group of
-    the kind `ends_of`. `experts`: True for axes of expert layers only.
+    A derived kind combines the kinds `spans`, divides groups of the kind `within`, or has some ranks (such as
+    the first and last) of each group of the kind `ends_of`. `about`: text for the docs. `experts`: True for axes of
+    expert layers only.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Axis:
     """True if the ranks of a group hold parts of one sequence. Expert layers treat them as data-parallel."""
     ends_of: str | None = None
     always_made: bool = False
-    """If False, initialize_model_parallel creates groups of this kind only if their size was passed and isn't 1."""
+    """If False, initialize_model_parallel creates the groups only for a passed size other than 1."""
 
 
 AXES = (

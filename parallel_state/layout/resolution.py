@@ -194,10 +194,11 @@ def _needs_experts(name: str) -> bool:
 def _expert_grid(
     world_size: int, preset: Preset, expanded: Sequence[str], dense: Grid, given: Mapping[str, int | None]
 ) -> Grid | str:
-    """Returns the numbering of ranks for expert layers; `dense` is that for dense layers.
+    """Returns the numbering of ranks for expert layers; `dense` is the numbering for dense layers.
 
-    If no numbering fits, returns the reason, or raises LayoutError if the caller passed a size of expert layers.
-    `expanded`: the axes of the order `preset`, with `dp_shard` and `dp_replicate` for `dp`. `given`: the passed sizes.
+    If no numbering fits, raises LayoutError if the caller passed a size of expert layers, and else returns the reason
+    as a text. `expanded`: the axes of the order `preset`, in which `dp_shard` and `dp_replicate` replace `dp`. `given`:
+    the passed sizes.
     """
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1
     try:

@@ -67,9 +67,9 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the index in TRANSFERS of the call that errors name if `reader`'s message doesn't fit.
+    """Returns the method that errors of `reader`'s receive name, as an index in TRANSFERS (methods of messages).
 
-    A receive with a spec first completes earlier receives. Those without a spec count as recv_tensor_dict.
+    It is recv_tensor_dict for an earlier receive without a spec, which a receive with a spec completes first.
     """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
@@ -271,9 +271,9 @@ class LibraryMedium(RouteMedium):
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
     def announce(self, call: UserCall) -> None:
-        """Counts the broadcast `call` as one of the group's collectives.
+        """Numbers the broadcast `call` as one of the group's collectives.
 
-        Ranks in a collective read no messages, but compare these counts. So they detect that this rank broadcasts.
+        A peer in another collective reads no messages, but it compares calls of equal number: it detects the mismatch.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

@@ -311,8 +311,10 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Receives a spec's tensors, if possible as views of the sender's memory. `head`: the spec's message head.
-        `form`: address of the spec's C++ description.
+        """Receives a spec's tensors, if possible as views of the sender's memory.
+
+        `head`: the head that the message must have. `form` (for C++, the address of a `Form`) and `tensors` (for
+        Python) describe the tensors.
         """
         self._take_in_earlier(src)
         made: list[Tensor] = self._receive(ListReader(self, src, head, None, tensors, form))
@@ -406,7 +408,10 @@ class Messenger:
 
 
 class SendHandle:
-    """A started send, made of `parts`. It keeps the tensors alive until sent; change them only after `wait()`."""
+    """A started send. `parts`: handles of the message's transfers.
+
+    It keeps the tensors alive until they are sent. Change them only after `wait()`.
+    """
 
     def __init__(self, messenger: Messenger, parts: Sequence[Handle]) -> None:
         self._messenger = messenger

@@ -139,8 +139,8 @@ class _KnownForm(NamedTuple):
     tensors: tuple[tuple[str, tuple[int, ...], torch.dtype, bool], ...]
     can_be_lent: bool
 
-    def can_be_of(self, tensors: dict[str, Any]) -> bool:
-        """Returns True if `tensors` has the spec's constants."""
+    def has_same_constants(self, tensors: dict[str, Any]) -> bool:
+        """Returns True if the constants in `tensors` are those of the spec. C++ code compares the tensors."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False
@@ -211,7 +211,7 @@ def broadcast(
         if past is not None and type(tensors) is dict:
             began = time.monotonic()
             carrier, known = past
-            if known.can_be_of(tensors):
+            if known.has_same_constants(tensors):
                 word, form = message_word(BROADCAST_BY_SPEC, src), known.form.address
                 if carrier.broadcast_dict(messenger.route.key, word, tensors, form, known.head) == DONE:
                     return tensors
@@ -251,7 +251,7 @@ def send(
     if past is not None:
         began = time.monotonic()
         carrier, known = past
-        if known.can_be_of(tensors):
+        if known.has_same_constants(tensors):
             form = known.form.address
             if carrier.send_dict(messenger.route.key, dst, _SENT, tensors, form, known.head) == DONE:
                 return

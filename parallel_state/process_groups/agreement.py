@@ -1,6 +1,7 @@
 """Checks that all ranks request the same group before a rank waits for its peers. If not, all raise the same error.
 
-Without a control plane nothing is checked. Different requests then fail at the deadline of the group's first call.
+The control plane, a thread in each rank, compares the requests. Without it, different requests fail at the deadline of
+the group's first call.
 """
 
 from __future__ import annotations
@@ -120,11 +121,13 @@ class Agreement:
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
     ) -> str:
-        """Waits until all `ranks` have called this for group `what`. Returns a new name for the group.
+        """Waits until all `ranks` have called this for group `what`. Returns a name for the group.
 
-        After a timeout the ranks can try again together. If the world is made anew, its groups get the old names, as
-        DTensor's caches need. `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create
-        the group; all ranks then raise CommunicationError.
+        Each attempt has another name, so ranks can try again together after a timeout. A world that is destroyed and
+        created again has the same names, because DTensor caches them.
+
+        `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create the group; all ranks then raise
+        CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"

@@ -116,17 +116,18 @@ class ProcessGroupPool:
         timeout_s: float,
         *,
         token: str = "",
-        alone_over: str | None = None,
+        alone_backend: str | None = None,
         watcher: Watcher | None = None,
         joined: bool = False,
     ) -> None:
-        """`token`: prefix that separates the names of worlds on the same store. `joined`: the program, not this
-        library, created torch's default group. `alone_over`: backend of a world of one rank without a default group.
+        """`timeout_s`: the world's timeout. `token`: part of the groups' names, to separate worlds on one store.
+        `alone_backend`: the backend, if the world has one rank and torch no default group. `watcher`: detects exits of
+        ranks. `joined`: the program, not this library, created torch's default group.
         """
-        self.world_size = 1 if alone_over else dist.get_world_size()
-        self.rank = 0 if alone_over else dist.get_rank()
+        self.world_size = 1 if alone_backend else dist.get_world_size()
+        self.rank = 0 if alone_backend else dist.get_rank()
         self.timeout_s = timeout_s
-        self.default_backend = alone_over or str(dist.get_backend())
+        self.default_backend = alone_backend or str(dist.get_backend())
         self._default_made: Any = None
         self.prefix = f"parallel_state{token}"
         self.default_options = GroupOptions(self.default_backend, timeout_s)
@@ -136,7 +137,7 @@ class ProcessGroupPool:
         self.address = ""
         self.neighbours: tuple[int, ...] = ()
         """Masks of the CPU cores of each rank on this host."""
-        self._groups: dict[_Key, Any] = {} if alone_over else {default: dist.group.WORLD}
+        self._groups: dict[_Key, Any] = {} if alone_backend else {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the pool must not destroy the default group
         self._channels: Counter[tuple[int, ...]] = Counter()
         self._created: Counter[_Key] = Counter()

@@ -30,9 +30,11 @@ _Pair = tuple[int, int, str]
 """A rank, a second rank that the first can't reach, and the reason."""
 
 
-def prove(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Raises an error unless all hosts reach each other. Every rank must call this. `rank`: this rank. `where`: the
-    rendezvous address, for errors.
+def check_all_hosts(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
+    """Raises a CommunicationError unless all hosts reach each other. Every rank must call this.
+
+    `rank`: this rank. `places`: each rank's address. `watcher`: exchanges the results. `where`: the rendezvous address,
+    for errors.
     """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):

@@ -99,6 +99,7 @@ class Met(NamedTuple):
     store: BoundedStore
     where: str
     places: dict[int, Address]
+    """Address of each rank, as the rank published it."""
     deadline: float
     watcher: Watcher
     group_store: BoundedStore
@@ -109,8 +110,8 @@ class Met(NamedTuple):
     def address(self, rank: int, towards_store: str) -> str:
         """Returns the address at which other ranks reach this rank, `rank`.
 
-        `towards_store`: the local address on the route to the store. Returns it, unless it is a loopback address and
-        the world has several hosts: then returns the rank's address in `places`.
+        That is `towards_store`, the local address from which this host connects to the store. But if it is a loopback
+        address and the world has several hosts, that is the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -391,9 +392,10 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if `complaint` is repeated, or isn't about an unreachable rank 0.
+        """Returns True if the start must fail because of `complaint`, a rank's report of a problem.
 
-        Otherwise deletes it from `launcher`, the launcher's store.
+        A report that rank 0 is unreachable counts only if it is repeated. The first is deleted from `launcher`, the
+        launcher's store.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at

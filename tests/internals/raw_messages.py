@@ -82,5 +82,6 @@ def sends_past_python(group: GroupCoordinator, spec: TensorDictSpec) -> Callable
     if known is None or past_python is None:
         return None
     return lambda values: (
-        known.can_be_of(values) and past_python.send_dict(group._key, 1, 0, values, known.form.address, known.head)
+        known.has_same_constants(values)
+        and past_python.send_dict(group._key, 1, 0, values, known.form.address, known.head)
     )

@@ -67,9 +67,9 @@ class ParallelContext:
         raise AttributeError(f"get_parallel() has no {name!r}")
 
     def override_permanently(self, **values: Any) -> None:
-        """Sets values until `clear_stamp` is called.
+        """Sets attributes named in `NAMES`. `destroy_model_parallel` and `clear_stamp` undo this.
 
-        If a value is invalid, sets none and raises InvalidArgumentError or LayoutError.
+        If a name or value is invalid, sets none and raises InvalidArgumentError or LayoutError.
         """
         saved = self._stamp
         self._stamp = {**saved, **_known(values)}

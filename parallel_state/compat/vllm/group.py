@@ -41,6 +41,7 @@ class GroupCoordinator(GroupView):
     device_index: int
     group_ranks: list[list[int]]
     torch_distributed_backend: str
+    # Only vLLM's code reads the next attributes.
     cpu_timeout: timedelta | None
     use_device_communicator: bool
     use_custom_op_call: bool

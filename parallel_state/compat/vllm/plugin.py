@@ -23,11 +23,12 @@ class StandBackError(Exception):
 
 
 def find_platform() -> str | None:
-    """Returns the name of this library's platform. Raises StandBackError if another platform is active in vLLM.
+    """Returns the class name of this library's platform.
 
-    Returns None if another platform plug-in asks while this function asks it.
+    Raises StandBackError if another platform is active in vLLM, or if the native library is unavailable. Calls the
+    other platform plug-ins. If one of them calls this function, that inner call returns None.
     """
-    if vars(_asking):  # another platform plug-in calls this one from within _check_alone
+    if vars(_asking):
         return None
     _asking.now = True
     try:

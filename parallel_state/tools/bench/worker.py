@@ -24,14 +24,14 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank's calls: `elapsed_s` for all, or one moment per call, in ns of the host's clock.
-
-    In the second case one rank records `starts_ns`, and the others `ends_ns`.
-    """
+    """The times of one rank's calls."""
 
     elapsed_s: float = 0.0
+    """Duration of all calls together, for collectives. Messages have the next fields instead."""
     starts_ns: list[int] = field(default_factory=list)
+    """On the sender: when each send began, by the host's clock."""
     ends_ns: list[int] = field(default_factory=list)
+    """On a receiver: when each message was received."""
 
 
 class WrongAnswer(str):

@@ -72,9 +72,9 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
 
 
 def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Returns a predicate that matches ranks for which `read` returns a text.
+    """Returns a predicate that matches the ranks for which `read` returns a non-empty text.
 
-    The words for the rule's text are `description` (the first text) and `more` (how many other ranks).
+    In the rule's text, the field `description` is the first rank's text, and `more` the number of other ranks.
     """
 
     def find(evidence: Evidence) -> Iterator[Match]:
