@@ -4,11 +4,11 @@
     python benchmarks/peer_kernels.py --check                      checks answers only: for compute-sanitizer
     python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
-*Alone* (`push, graph` and so on): only rank 0's kernel runs, after all its peers' data has arrived. It does the work of
-a group in N local memory regions, but never waits, so its times are **lower bounds**: a real exchange adds links and
-late ranks. A call must fit into one *epoch*, in which a kernel writes, waits and reads once. A sample is several calls
-in separate regions, and the fills that reset these. The kernel two_shot first sums one shard a rank, then exchanges
-the sums. The peers' second step doesn't run, so only rank 0's shard is a sum.
+*Alone* (`push, graph` and so on): only rank 0's kernel runs, after all its peers' data has arrived. It reads and writes
+the memory of N ranks on this GPU, but never waits. So its times are **lower bounds**: a real exchange adds links and
+late ranks. A call must fit into one *epoch*, in which a kernel writes, waits and reads once. A sample is the time of
+several calls, each in memory of its own, and of the fills that reset this memory. The kernel two_shot sums one shard
+on each rank, then exchanges the sums. Its peers' second step doesn't run, so only rank 0's shard is a sum.
 
 *Of all ranks at once*: N kernels run on N streams. This is a real exchange, in which each kernel has an N-th of the
 GPU. The time is compared with the bytes of all N. These calls are eager, may take several epochs, and have at least 1

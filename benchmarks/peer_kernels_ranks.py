@@ -1,7 +1,10 @@
 """Simulates ranks of a group on one GPU. In an *epoch* each kernel writes data for its peers, waits for theirs and
-reads it. A kernel *alone* is rank 0's, after all data of its peers has arrived. First each peer's kernel runs with the
-abort word set: it writes one epoch's data, finds no peers and exits. Then the host writes the barrier's flags. A call
-must fit into one epoch (`takes_one_epoch`). The host then resets the epoch number, and rank 0's kernel can run again.
+reads it. Rank 0's kernel can be measured *alone*, in three steps:
+
+1. Each peer's kernel writes one epoch's data, and exits instead of waiting, because its abort word is set.
+2. The host writes the peers' barrier flags.
+3. Rank 0's kernel runs. It can run again after the host has reset the epoch number. A call must fit into one epoch.
+
 NCCL and torch's symmetric memory (`Others`) run with one rank: see SEVERAL_RANKS.
 """
 
@@ -260,17 +263,20 @@ Check = Callable[[list[Tensor]], "str | None"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A call to measure. `arrive` prepares the memory. `several` then makes `step` calls and returns their results."""
+    """A call to measure."""
 
     several: Callable[[], list[Tensor]]
+    """Makes `step` calls, and returns their results."""
     step: int
     check: Check
     arrive: Callable[[], None] | None = None
+    """Writes the data of rank 0's peers. Runs before the calls."""
     key: str = ""
     """Candidates with equal keys share one `arrive`."""
     each: Sequence[Callable[[], object]] = ()
-    """The single calls, for the host's time; `begin` runs before the first."""
+    """The calls of `several`, one by one, to measure the host's time of each."""
     begin: Callable[[], object] = lambda: None
+    """Resets the memory. Runs before the first of `each`."""
 
 
 @dataclass(frozen=True)

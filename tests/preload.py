@@ -1,5 +1,5 @@
-"""The fork server imports this last: what test modules and first groups need, a third of the CPU time of
-short-lived ranks. The garbage collector is frozen, because it would copy inherited pages."""
+"""Imports what test modules and first groups need, as the fork server's last import. Otherwise the imports would
+take a third of a short-lived rank's CPU time. The garbage collector is frozen: it would copy inherited pages."""
 
 from __future__ import annotations
 

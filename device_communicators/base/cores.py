@@ -166,8 +166,8 @@ def ranks_per_area(areas: Sequence[Area], by: str) -> int:
     """Returns how many of a host's ranks share each NUMA node or cache. Returns 0 unless there are several areas, all
     known, each with the same number of consecutive ranks, at least two.
 
-    `areas`: one entry for each rank. `by`: "nodes", "caches" or "off". With "caches", several nodes come first, caches
-    count on a host with one node. With "off", returns 0.
+    `areas`: one entry for each rank. `by`: "nodes", "caches" (nodes, or caches on a host with one node) or "off"
+    (returns 0).
     """
     if by == "off":
         return 0

@@ -433,8 +433,8 @@ def order_in_graph(
 ) -> Any:  # fmt: skip
     """Adds `op` to AOTAutograd's graph. Other arguments: see `FunctionalTensorMode.__torch_dispatch__`.
 
-    Ops of a group keep their order because each writes the tensor `token`. The graph's own copy replaces this tensor,
-    because a write to the caller's token would mutate the graph's input.
+    A group's ops keep their order, because each writes the group's token, the op's argument `token`. In the graph a
+    copy replaces the token: a write to the token itself would mutate an input of the graph.
 
     Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
     relative to its own collectives.

@@ -98,8 +98,9 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if sums in tree order (TREE_SUM) are possible. They need at most 64 memory domains. Each must be
-        a block of consecutive ranks, as large as the first; only the last can be smaller.
+        """Returns True if sums in tree order (TREE_SUM) are possible: each memory domain computes a subtree.
+
+        They need at most 64 domains, which are blocks of consecutive ranks of one size; only the last can be smaller.
         """
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
         blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])

@@ -66,7 +66,7 @@ class Waiting(NamedTuple):
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
     """Returns the addresses and sizes of a message's parts, packed for C++ (None if there are none), and their number.
 
-    The parts are those of `more_head`, which follows the first bytes of the message's head, then non-empty `tensors`.
+    `more_head`: the message's head without its first bytes, in one or more parts. Each non-empty tensor is one part.
     """
     flat: list[int] = []
     if isinstance(more_head, Pinned):

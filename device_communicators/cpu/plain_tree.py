@@ -132,11 +132,11 @@ class Form:
 
 
 class PastPython:
-    """The C++ functions that send and receive messages without Python code (csrc/messages.h). Each field is one.
+    """Has C++ functions as attributes, which send and receive messages without Python code (csrc/messages.h).
 
     Functions for one peer first take the group's key (see `NativeGroup.serve`), the peer's rank, and the method's index
-    in `user_call.TRANSFERS`. Functions for broadcasts first take the key and `UserCall.word`. The last four fields have
-    other arguments. Results are messages, or an `Outcome` (csrc/messages.h).
+    in `user_call.TRANSFERS`. Functions for broadcasts first take the key and `UserCall.word`. The last four functions,
+    from `receive_at` on, have other arguments. Results are messages, or an `Outcome` (csrc/messages.h).
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:

@@ -436,9 +436,9 @@ class Watcher:
         same records or raise for the same reason:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
-        - CollectiveTimeoutError, caused by an UnmetError, if ranks left or haven't called this in time. If ranks called
-          this but their messages arrive late, other ranks perhaps return the records. This rank isn't reported as
-          failed, so the program can still call `reinitialize`;
+        - CollectiveTimeoutError if ranks left or haven't called this in time. Its cause is an UnmetError, which has the
+          control plane's verdict. Ranks whose messages were only late can have returned the records. Peers don't report
+          this rank as failed, so the program can still call `reinitialize`;
         - ControlError if there is neither a control plane nor `gloo`, a gloo group of `ranks`.
 
         `what` begins an error's text; `group` and `operation` are the error's attributes.

@@ -288,8 +288,9 @@ class PeerGroup:
     def norm(
         self, kind: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns the norm and the sum. `kind`: "", "_static_fp8" (needs `scale`), or "_token_fp8", whose scales are
-        returned between both.
+        """Returns the normed tensor and the sum of all ranks' `x` and `residual`.
+
+        `kind`: "", "_static_fp8" (needs `scale`), or "_token_fp8": then returns the normed tensor, its scales, the sum.
         """
         if self._words[_REPORT] or self._words[_ABORT]:
             raise self._failed(f"{_NORM}{kind}_{DTYPES[x.dtype]}")

@@ -115,9 +115,9 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns the report with the lowest call number, and the ranks that completed that call.
+    """Returns the report of ranks that are still in a call, and the ranks that have completed this call.
 
-    Returns None unless all these ranks are in the call with the next number, and made the same calls.
+    Returns None if no rank has completed it, or if ranks made different calls.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]

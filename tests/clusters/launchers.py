@@ -1,5 +1,5 @@
 """The table of launchers. A launcher's function starts two ranks on each of two hosts, and returns its
-commands. `program` follows `python`."""
+commands. `program`: Python's arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEADER = "job-0.service.default.svc.cluster.local"
 LEADER_OF_JOB_SET = "job-workers-0-0.job"
 Start = Callable[[Cluster, Sequence[str]], list[Command]]
 Pod = Callable[[int], tuple[dict[str, str], str]]
-"""The variables of pod 0 or 1, and its container's command without the program."""
+"""Returns the variables of pod 0 or 1, and its container's command without the program."""
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,21 @@ AGENT = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--mast
 
 
 def leader_worker_set(pod: int) -> tuple[dict[str, str], str]:
-    """`leaderworkerset.sigs.k8s.io`."""
+    """Kubernetes' LeaderWorkerSet."""
     variables = {"LWS_LEADER_ADDRESS": LEADER, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(pod)}
     options = '--nnodes "$LWS_GROUP_SIZE" --node-rank "$LWS_WORKER_INDEX" --master-addr "$LWS_LEADER_ADDRESS"'
     return variables, f"{shell(AGENT)} {options}"
 
 
 def job_set(pod: int) -> tuple[dict[str, str], str]:
-    """`jobset.x-k8s.io`: an indexed Job; the leader's name is built by rule."""
+    """Kubernetes' JobSet. The leader's host name is made of the set's and the job's name."""
     variables = {"JOB_COMPLETION_INDEX": str(pod), "JOBSET_NAME": "job", "REPLICATED_JOB_NAME": "workers"}
     leader = "$JOBSET_NAME-$REPLICATED_JOB_NAME-0-0.$JOBSET_NAME"
     return variables, f'{shell(AGENT)} --nnodes 2 --node-rank "$JOB_COMPLETION_INDEX" --master-addr "{leader}"'
 
 
 def py_torch_job(pod: int) -> tuple[dict[str, str], str]:
-    """Kubeflow: torchrun's options as variables."""
+    """Kubeflow's PyTorchJob, which sets torchrun's options by variables."""
     variables = {"PET_NNODES": "2", "PET_NODE_RANK": str(pod), "PET_MASTER_ADDR": LEADER, "PET_MASTER_PORT": PORT}
     return {**variables, "PET_NPROC_PER_NODE": "2"}, shell(AGENT[:3])
 

@@ -84,7 +84,7 @@ KillWait=2
 
 
 def sbatch(cluster: Cluster, folder: Path, options: Sequence[str], script: str) -> Command:
-    """`sbatch --wait` polls only each 30 s."""
+    """Starts a batch job. The returned command ends with the job: `sbatch --wait` would poll only every 30 s."""
     job, done = folder / "job.sh", folder / "job.done"
     job.write_text(f"#!/bin/sh\ntrap 'echo $? > {done}.new && mv {done}.new {done}' EXIT\n{script}")
     wait = f"until test -e {done}; do sleep 0.2; done; cat {folder}/job.log; exit $(cat {done})"

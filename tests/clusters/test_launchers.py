@@ -78,12 +78,12 @@ def test_a_killed_rank_is_named_by_all_others(cluster: Cluster, launcher: Launch
     if problem := launcher.problem():
         pytest.skip(problem)
 
-    def all_told() -> bool:
-        """torchrun's agents would wait minutes for each other."""
+    def have_survivors_failed() -> bool:
+        """If True, `run` stops the launcher: torchrun's agents would wait minutes for each other."""
         files = [cluster.folder / f"{rank}.json" for rank in range(4) if rank != victim]
         return all(file.exists() and '"error"' in file.read_text() for file in files)
 
-    run(launcher, cluster, [*JOB, str(cluster.folder), "--kill", str(victim)], all_told)
+    run(launcher, cluster, [*JOB, str(cluster.folder), "--kill", str(victim)], have_survivors_failed)
     facts = told(cluster)
     check(facts, launcher.source)
     neighbours = [rank for rank in range(4) if rank // 2 == victim // 2]
@@ -133,7 +133,7 @@ def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> 
     ("name", "job"), [("torchrun, c10d", "echo job"), ("srun", "squeue --noheader --format %A")], ids=str
 )
 def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, name: str, job: str) -> None:
-    """It asks local ranks, and the store about the other host's, where rank 3 is late."""
+    """`debug --live` asks this host's ranks. The store has the states of the other host's, where rank 3 is late."""
     launcher = next(each for each in LAUNCHERS if each.name == name)
     if problem := launcher.problem():
         pytest.skip(problem)

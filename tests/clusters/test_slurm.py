@@ -62,7 +62,7 @@ def tasks(slurm: Cluster, tmp_path: Path) -> Tasks:
 
 
 def _expected(counts: Sequence[int], master: str = "n1") -> list[ProcessEnvironment]:
-    """Ranks block by block, with port 0: `_same` compares the ports."""
+    """Returns each rank's place, for `counts` ranks on each host. The port is 0: `_same` compares the ports."""
     size, places = sum(counts), []
     for count in counts:
         for local_rank in range(count):
@@ -104,7 +104,7 @@ def test_ranks_dealt_out_in_turn(tasks: Tasks) -> None:
 
 
 def test_an_arbitrary_order_of_nodes(tasks: Tasks, tmp_path: Path) -> None:
-    """Rank 0 isn't on the first node of the sorted list, and no variable names its node."""
+    """Rank 0 isn't on the first node of SLURM's sorted list, and no variable names its node."""
     (tmp_path / "order").write_text("n2\nn1\nn1\n")
     tasks.srun("-n", "3", "--distribution=arbitrary", "-w", str(tmp_path / "order")).well()
     hosts = {each["SLURM_PROCID"]: each["SLURMD_NODENAME"] for each in tasks.environments()}
@@ -199,7 +199,7 @@ def test_an_mpi_of_srun_and_uneven_nodes_in_a_real_job(tasks: Tasks, mpi: str) -
 
 
 def test_mpirun_within_an_allocation(tasks: Tasks) -> None:
-    """The inner launcher's ranks count. MPICH's mpiexec starts its proxies by srun."""
+    """Ranks are those of MPICH's mpiexec, not of the srun by which it starts its proxies."""
     from tests.clusters.install import path_of
 
     if problem := missing("mpich"):

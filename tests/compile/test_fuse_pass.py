@@ -270,7 +270,7 @@ def test_twice_is_fine_and_a_graph_without_all_reduces_too() -> None:
 
 
 def test_what_changes_a_tensor_in_place_before_the_norm_is_in_the_way() -> None:
-    """Functional graphs have none, but another pass may add one."""
+    """Functional graphs have no in-place ops, but another pass may add one."""
     reasons = []
 
     def compiler(module: torch.fx.GraphModule, _: Any) -> Any:

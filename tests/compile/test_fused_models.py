@@ -69,7 +69,7 @@ def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
 
 
 def _with_graphs_kept_as(tag: str, body: Callable[..., Any], *args: Any) -> Any:
-    """A rank that finds its peer's cached graph doesn't run the pass."""
+    """Runs `body` with a graph cache of this rank: a rank that finds its peer's graph doesn't run the pass."""
     with torch.compiler.config.patch(cache_key_tag=f"{tag}-{os.environ['RANK']}"):
         return body(*args)
 

@@ -423,7 +423,7 @@ def test_functions_compile_whole_or_break_cleanly(pools: Callable[[int], WorkerP
 
 
 def _given_up_body() -> None:
-    """Python kernels run in a frame that dynamo gave up, with its hook still set."""
+    """Calls an op's Python kernel in a function that dynamo doesn't trace, while dynamo's frame hook is still set."""
     with environment(PARALLEL_STATE_SHARED_MEMORY="off"), world(2):
         token, key = op_arguments(ps.get_tp_group())
 

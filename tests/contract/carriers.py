@@ -1,6 +1,7 @@
-"""Groups that one row of the catalog carries. A test body runs on all rows: `carrier.run(_body)`. Processes find
-bodies by name, so they are at module level. A row for simulated groups runs here, on the first and the last rank.
-All its ranks hold equal tensors. A row must carry all requests unless it is `partial`."""
+"""Tests of every communicator: `carrier.run(_body)` calls `_body` on the ranks of a group with one row of CATALOG, the
+table of communicators. Processes find bodies by name, so they are at module level. For simulated groups, this process
+calls the body as the first and as the last rank, and all ranks hold equal tensors. A communicator must support all
+requests unless its row is `partial`."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ SIZES = (Size(3, 3), Size(4, 4), Size(4, 2))
 
 
 def sizes_of(row: Row) -> tuple[Size, ...]:
-    """A group of one rank has no route, so only the last row has that size. Four ranks over that row are slow: only
-    long runs have them."""
+    """A group of one rank uses no communicator, so only the last row (gloo) has this size. That row is slow on four
+    ranks, so only long runs have these."""
     if row.several_hosts:
         return tuple(PLACEMENTS)
     if LONG:

@@ -169,7 +169,7 @@ class Unchanged:
 
 
 class InPlace:
-    """An in-place call must report its write to autograd: a saved tensor otherwise gives wrong gradients silently."""
+    """Checks an in-place call. Without its report of the write, autograd's saved tensors give wrong gradients."""
 
     def __init__(self, x: Tensor) -> None:
         self._x = x

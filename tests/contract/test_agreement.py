@@ -102,7 +102,7 @@ def _facts_on_one_rank() -> dict[str, Any]:
 
 
 def test_a_number_makes_no_group(pools: Pools) -> None:
-    """Programs write `if rank == 5: print(get_…_world_size())`."""
+    """One rank may ask alone, as in `if rank == 5: print(get_…_world_size())`. A new group would need all ranks."""
     layout = ps.resolve_layout(8, {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "etp": 1}, ranks_per_node=8)
     found = pools(8).run(_facts_on_one_rank, timeout_s=DEADLINE_S)
     assert all(facts["made"] == [] for facts in found)

@@ -98,7 +98,8 @@ def test_every_rank_has_what_vllm_has(pools: Any) -> None:
 
 
 def _replicas(port: int) -> list[list[int]]:
-    """Within vLLM's config each replica counts its ranks from 0, but the world has all replicas."""
+    """Returns this rank and all ranks of four groups. In vLLM's config each replica counts its ranks from 0, but the
+    world has all replicas."""
     me = int(os.environ["RANK"])
     config = types.SimpleNamespace(
         distributed_executor_backend="mp", nnodes=1, data_parallel_size=2, data_parallel_rank=me // 2,

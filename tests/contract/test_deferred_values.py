@@ -318,7 +318,7 @@ def test_no_call_is_left_out() -> None:
 
 
 def test_every_op_that_writes_copies_back() -> None:
-    """torch's own kernel for deferred tensors fails for an op without a result."""
+    """torch's own kernel for deferred tensors can't do this for an op without a result."""
     for name in OP_NAMES:
         for space in ("parallel_state", "parallel_state_python"):
             written = written_by(name, space)
@@ -477,7 +477,7 @@ def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
 
 
 def _torch_backend_of_another() -> None:
-    """torch reads deferred values for other backends, and loses what they write."""
+    """After a world over our backend, gloo still gets the values of lazily negated tensors, as torch computes them."""
     from tests.contract.test_c10d import torch_world
 
     with torch_world():

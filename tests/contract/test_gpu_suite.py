@@ -109,7 +109,7 @@ def test_without_a_gpu_they_say_why_they_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_borrowed_environment_has_what_the_package_needs() -> None:
-    """The Makefile repeats the list: the Python that lends its torch may be too old to read pyproject.toml."""
+    """The Makefile repeats the dependencies: a Python that lends its torch can be too old to read pyproject.toml."""
     (needed,) = re.findall(r"^dependencies = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (named,) = re.findall(r"^NEEDED := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r'"(.*?)"', needed)) <= set(re.findall(r'"(.*?)"', named))
@@ -151,7 +151,7 @@ def test_a_borrowed_environment_needs_neither_ensurepip_nor_an_index(tmp_path: P
 
 
 def test_what_a_fork_server_imports_leaves_cuda_alone() -> None:
-    """After a process asks CUDA for devices, its forks can't use them; looking for Triton asks."""
+    """After a process asks CUDA for devices, its forks can't use them. Importing Triton asks, too."""
     ours = "[*PRELOADED, 'parallel_state.launch.worker', 'parallel_state.launch.preload']"
     code = f"""
 import importlib, sys

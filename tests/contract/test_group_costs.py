@@ -42,7 +42,7 @@ def _limit(which: int, soft: int) -> Iterator[None]:
 
 
 def _another(made: list[ps.ParallelGroups]) -> ps.GroupCoordinator:
-    """With another timeout, and so with its own process groups."""
+    """Appends groups to `made` that have another timeout, and so their own process groups."""
     made.append(ps.create_parallel_groups(ps.get_world_group(), {"tp": 2}, backend="gloo", timeout=100.0 + len(made)))
     return made[-1].tp
 

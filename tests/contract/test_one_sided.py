@@ -292,7 +292,7 @@ def test_store_buffering(pools: Pools) -> None:
 
 
 def _torchs(count: int, dtype: torch.dtype, is_async: bool, registers: bool) -> None:
-    """As torchcomms' WindowRmaTest.py."""
+    """Does as torchcomms' WindowRmaTest.py. `registers`: the window gets its memory after its creation."""
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     memory = torch.ones(count * size, dtype=dtype)

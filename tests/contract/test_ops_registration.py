@@ -25,14 +25,13 @@ FORM = "0123456789abcdef" * 2
 
 
 class Case(NamedTuple):
-    """Arguments between `x` and the group's name, and the results on rank 0 of two: float32 of one shape, or a list of
-    dtypes and shapes."""
-
     op: str
     shape: tuple[int, ...] | None
     """Shape of `x`; None if the op takes none."""
     arguments: Arguments
+    """Those between the token and the group's name."""
     result: Any
+    """On rank 0 of two: the shape of a float32 tensor, or a list of dtypes and shapes."""
     differentiable: bool = False
     rank: int | None = None
     """The only one of two ranks that makes this call; None for both."""

@@ -1,4 +1,4 @@
-"""Behaviours of the source systems without a test file of their own."""
+"""Behaviours of vLLM, Megatron and other engines that no other file tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.references import VLLM
 
 @contextmanager
 def default_group(name: str) -> Iterator[None]:
-    """As a program that knows only torch.distributed makes it: no environment variable announces it."""
+    """Creates torch's default group as a program without this library: no environment variable announces it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     with no_launcher():

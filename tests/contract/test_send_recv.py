@@ -58,8 +58,8 @@ def test_the_defaults_are_the_next_and_the_previous(carrier: Carrier) -> None:
 
 
 def _order_body(member: Member) -> None:
-    """Messages between two ranks keep their order. Over gloo some fit the 64 KiB of the message that compares the
-    calls, others just don't."""
+    """Messages between two ranks keep their order. Over gloo, 16384 floats just fit into the message that compares the
+    calls, and 16385 don't."""
     if member.simulated or member.size == 1:
         member.cases += 1
         return

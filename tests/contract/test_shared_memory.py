@@ -137,7 +137,7 @@ def test_many_more_ranks_than_cores(pools: Pools, ranks: int) -> None:
 
 
 def _huge_bytes() -> tuple[int, int, bool]:
-    """Returns why this kernel has no huge pages (0: it has), bytes mapped by them, correctness."""
+    """Returns an error code (0 if this kernel has huge pages), the bytes mapped in them, and if sums are right."""
     with world(2):
         group = ps.get_tp_group()
         small, x = group.empty((1000,), torch.float32), group.empty((4 << 20,), torch.float32)
@@ -149,7 +149,7 @@ def _huge_bytes() -> tuple[int, int, bool]:
 
 
 def test_huge_pages_where_asked_for() -> None:
-    """Of 16 MiB per rank, a rank maps its own and the half of its peer's that it adds."""
+    """Each rank has 16 MiB, and maps these and the 8 MiB of its peer's that it adds."""
     for _ in range(4):  # on a busy machine the kernel may have none at the moment
         asked = ps.launch(_huge_bytes, 2, env={"PARALLEL_STATE_HUGE_PAGES": "on"}, timeout=DEADLINE_S)
         assert all(right for *_, right in asked)

@@ -258,7 +258,7 @@ def send_slices() -> None:
 
 
 def send_slices_of_long_metadata() -> None:
-    """The slice marks are at the end of the metadata, beyond the frame."""
+    """The marks of sliced tensors are the end of the metadata, here beyond the message's first part (the frame)."""
     tp, pp = ps.get_tp_group(), ps.get_pp_group()
     mine = {"text": "x" * 4050, **{f"t{i}": torch.arange(i) for i in range(20)}}
     if pp.is_first_rank:

@@ -1,4 +1,4 @@
-"""Threads and signal handlers that call one group at the same time: row 44."""
+"""Row 44 of docs/failures.md: threads and signal handlers call one group at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Over stand-ins for its two base classes in vLLM."""
+"""The communicator for vLLM, over stand-ins for vLLM's two base classes."""
 
 from __future__ import annotations
 

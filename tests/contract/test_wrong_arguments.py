@@ -45,14 +45,16 @@ TOLD_TO_THE_RECEIVER = {
 
 
 class Call(NamedTuple):
-    """`before` sends what a receive needs. `after` receives that if the call failed; `taken` receives what the call
-    sent."""
+    """A call that both ranks of a group make with the same arguments."""
 
     function: Callable[..., Any]
     arguments: dict[str, Any]
     before: Callable[[], Any] = lambda: None
+    """Sends what a receive needs."""
     after: Callable[[], Any] = lambda: None
+    """Receives that if the receive failed."""
     taken: Callable[[dict[str, Any]], Any] = lambda _: None
+    """Receives what a send with these arguments sent."""
 
 
 def _calls(group: ps.GroupCoordinator) -> dict[str, Call]:

@@ -1,6 +1,7 @@
-"""Row 39: random layouts and kills of one or two ranks, determined by seed and transport. All ranks run the
-same random program over all their groups. When a call fails, the rank calls each of its groups once. It
-stays until all survivors have reported, or `STAY_S` after the kill: its exit would inform its peers."""
+"""Trials of row 39 of docs/failures.md. Seed and transport determine a layout, a program and the death of one
+or two ranks. All ranks run the program, which calls all their groups. When a call fails, the rank makes one
+more call on each of its groups. Its exit would inform its peers, so it stays until all survivors have
+reported, or `STAY_S` after the kill."""
 
 from __future__ import annotations
 
@@ -275,7 +276,7 @@ def _judge(trial: Trial, results: dict[int, list[Told]], killed: list[float]) ->
 
 
 def run_to_the_bound(transport: str, seed: int, folder: Path, most_ranks: int = 8) -> Trial:
-    """If a survivor was late, repeats the trial and takes the median."""
+    """Runs a trial. If a survivor took 1 s or more, repeats it: the median of `latest_s` must be below 1 s."""
     numbers = itertools.count()
 
     def run() -> Trial:

@@ -86,7 +86,7 @@ def listening() -> set[str]:
 
 
 def _new(before: set[int]) -> set[int]:
-    """This run's fork server and resource tracker stay for later tests."""
+    """Returns descendants that aren't in `before`, except the fork server and resource tracker of all tests."""
     lasting = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     return descendants() - before - lasting
 
@@ -99,7 +99,7 @@ def _processes() -> Iterator[tuple[int, int, str]]:
 
 
 def reap(before: set[int]) -> None:
-    """`multiprocessing` reaps its own children."""
+    """Reaps ended children that aren't in `before`, except those that `multiprocessing` reaps."""
     known = {resource_tracker._resource_tracker._pid, forkserver._forkserver._forkserver_pid}  # type: ignore[attr-defined]
     for pid, parent, state in list(_processes()):
         if parent == os.getpid() and state == "Z" and pid not in before | known:

@@ -1,4 +1,4 @@
-"""The watch of a world over a default group of our backend is a scope of that group's control plane."""
+"""A world over a default group of our backend detects deaths by that group's control plane, without a second one."""
 
 from __future__ import annotations
 

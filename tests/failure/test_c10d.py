@@ -1,4 +1,4 @@
-"""Row 46: the table's promises for torch.distributed calls on backend "parallel_state"."""
+"""Row 46 of docs/failures.md: the other rows for torch.distributed calls on backend "parallel_state"."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_row_46_as_row_16_two_ranks_die_together(ranks: Ranks, tmp_path: Path, o
 
 
 def _after_a_failure() -> dict[str, float]:
-    """The fastest of several calls, because the machine may be busy."""
+    """Returns the seconds that each later call takes: the fastest of five, because the machine may be busy."""
     with torch_world(timeout_s=LONG_TIMEOUT_S) as world:
         pair, other = OverTorch(dist.new_group([0, 1])), OverTorch(dist.new_group([2, 3]))
         world.all_reduce(torch.ones(1))

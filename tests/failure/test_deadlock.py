@@ -1,4 +1,4 @@
-"""Row 42: ranks wait for each other in different groups, or one has left the loop."""
+"""Row 42 of docs/failures.md: ranks wait for each other in different groups, or one has left the loop."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def _go_on(process: subprocess.Popen[str]) -> None:
 
 
 def _until(look: Callable[[], str], *words: str) -> str:
-    """A rank counts as idle after a second without calls."""
+    """Waits for a text of `look` with all `words`. A rank is shown as idle after a second without calls."""
     until = time.monotonic() + DEADLINE_S
     while not all(each in (text := look()) for each in words):
         assert time.monotonic() < until, text

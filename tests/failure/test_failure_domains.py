@@ -1,5 +1,5 @@
-"""Rows 39 and 50: a death fails all groups of each root with the dead rank, on all ranks, and no others. Row
-39 has 4 trials a transport of up to 4 ranks, with FAILURE_TESTS=long 200 of up to 8."""
+"""Rows 39 and 50 of docs/failures.md: a death fails all groups of its failure domain on all ranks, and no
+other group. Row 39 has 2 trials a transport with up to 4 ranks; with FAILURE_TESTS=long 200 with up to 8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row 32: calls in a forked child of a rank fail at once, and don't disturb the rank."""
+"""Row 32 of docs/failures.md: calls in a forked child of a rank fail at once, and don't disturb the rank."""
 
 from __future__ import annotations
 

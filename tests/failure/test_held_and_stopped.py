@@ -1,4 +1,5 @@
-"""Rows 51 to 54 and 60: ranks that can't run for a while. The first of a host's two ranks is its lead."""
+"""Rows 51 to 54 and 60 of docs/failures.md: ranks that can't run for a while. The first of a host's two ranks
+is its lead."""
 
 from __future__ import annotations
 

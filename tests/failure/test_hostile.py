@@ -1,5 +1,5 @@
-"""Row 37: strangers at the ports of a running job. torch's TCPStore and gloo have no secret: they withstand
-junk and silence, but no stranger that speaks their protocol."""
+"""Row 37 of docs/failures.md: strangers at the ports of a running job. torch's TCPStore and gloo have no
+secret: they withstand junk and silence, but no stranger that speaks their protocol."""
 
 from __future__ import annotations
 

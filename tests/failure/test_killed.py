@@ -1,4 +1,5 @@
-"""Rows 1 to 4, 16 and 17: after a death all others get an error that names the rank, in any call."""
+"""Rows 1 to 4, 16 and 17 of docs/failures.md: after a death all others get an error that names the rank, in
+any call."""
 
 from __future__ import annotations
 
@@ -244,7 +245,8 @@ def check_row_16(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> No
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:
-    """The fastest of several calls, because the machine may be busy."""
+    """Returns the seconds that each later call takes: the fastest of five, because the machine may be busy. In the
+    folder `path`, ranks 0 and 1 note that their other group still works."""
     with world_over(route) as group:
         other = ps.get_world_group().make_sub_group([0, 1])
         call = calls_of_all(group)["all_reduce"]

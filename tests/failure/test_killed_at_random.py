@@ -1,5 +1,5 @@
-"""Row 5: after SIGKILL at a random time no rank gets wrong data. 6 seeds, 200 with FAILURE_TESTS=long; the
-JUnit file has the times."""
+"""Row 5 of docs/failures.md: after SIGKILL at a random time no rank gets wrong data. 6 seeds, 200 with
+FAILURE_TESTS=long; the JUnit file has the times."""
 
 from __future__ import annotations
 

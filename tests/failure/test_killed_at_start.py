@@ -1,6 +1,6 @@
-"""Row 41: SIGKILL at a random time of a start. 3 seeds a transport, 100 with FAILURE_TESTS=long;
-FAILURE_TRIALS keeps their results. A rank killed before it published its process is missing at the start's
-deadline; other deaths are detected at once."""
+"""Row 41 of docs/failures.md: SIGKILL at a random time of a start. 3 seeds a transport, 100 with
+FAILURE_TESTS=long; the folder FAILURE_TRIALS keeps results. A rank that dies before its peers know its
+process is reported as missing at the start's deadline. Other deaths are detected at once."""
 
 from __future__ import annotations
 

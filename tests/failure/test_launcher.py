@@ -1,4 +1,5 @@
-"""Rows 25 to 27: a launcher that is interrupted or killed, a worker that fails, and one that ignores SIGTERM."""
+"""Rows 25 to 27 of docs/failures.md: a launcher that is interrupted or killed, a worker that fails, and one
+that ignores SIGTERM."""
 
 from __future__ import annotations
 

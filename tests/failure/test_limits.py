@@ -192,7 +192,7 @@ def imports() -> list[str]:
 
 
 def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
-    """A start imports more than the package; a module that can't be opened is a named shortage."""
+    """If a start can't open a module for lack of descriptors, its error says so."""
     lines = imports[1:]
     assert all("this process may have 3 descriptors" in line for line in lines), lines
     kinds = [line.partition(" may have")[0].partition(": ")[2].split()[0] for line in lines]
@@ -218,7 +218,7 @@ if __name__ == "__main__":
 
 
 def test_launch_where_the_user_may_have_no_more_processes(tmp_path: Path) -> None:
-    """Root has no such limit. Without these capabilities another user couldn't read this Python."""
+    """Root has no such limit, so another user runs this. Two capabilities let that user read Python's files."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root, and setpriv (util-linux)")
     capabilities = "+dac_override,+dac_read_search"

@@ -1,4 +1,5 @@
-"""Rows 18 to 21: the network between two hosts fails, in whole or in part, for good or for a while."""
+"""Rows 18 to 21 of docs/failures.md: the network between two hosts fails, in whole or in part, for good or
+for a while."""
 
 from __future__ import annotations
 
@@ -272,8 +273,8 @@ def _slowly(count: int) -> tuple[list[float], float]:
 
 
 def _leave(folder: str, call: str, who: int, pause_s: float | None, ends: bool) -> tuple[Outcome, float]:
-    """Rank `who` leaves while its host's link is down, `ends` with its process. A pause of 0 never ends; with
-    None the link stays up. No survivor leaves before all have an error."""
+    """Rank `who` leaves the world while its host's link is down, for `pause_s`: 0 means for ever, and None that the
+    link stays up. `ends`: its process exits, too. No survivor leaves before all have an error."""
     ps.init_distributed_environment()
     group = ps.get_world_group()
     group.barrier()
@@ -313,7 +314,8 @@ def _leave(folder: str, call: str, who: int, pause_s: float | None, ends: bool) 
 def test_a_rank_leaves_while_the_link_is_down(
     tmp_path: Path, placement: tuple[int, ...], call: str, who: int, pause_s: float | None, ends: bool
 ) -> None:
-    """Its host's ranks get "left" at once. Other hosts get it once the link is up, and else a silent host."""
+    """Ranks of its host report at once that it left, other hosts once the link is up. If it stays down, these report
+    that its host is silent."""
 
     def trial(folder: Path) -> float:
         with _two_hosts() as two, _ranks(two, placement) as ranks:

@@ -1,5 +1,5 @@
-"""Row 45: jobs that start at once on one host. 10 worlds of two forked ranks; with FAILURE_TESTS=long also 64
-jobs of `launch`."""
+"""Row 45 of docs/failures.md: jobs that start at once on one host. 10 worlds of two forked ranks; with
+FAILURE_TESTS=long also 64 jobs of `launch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows 22, 23, 24, 49: addresses at which the ranks can't meet or connect."""
+"""Rows 22, 23, 24, 49 of docs/failures.md: addresses at which the ranks can't meet or connect."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ def _own_name(address: str, host: int) -> str:
 
 
 def _firewall(port: str) -> str:
-    """By routing rules: not every kernel has packet filters."""
+    """Returns a command that drops TCP of all ports except `port`, by routing rules. Some kernels have no filters."""
     return " && ".join(
         f"ip rule {rule}"
         for rule in (

@@ -1,5 +1,5 @@
-"""Rows 6 to 12: ranks whose calls differ all raise, name both calls, and leave tensors untouched. Of four
-ranks, rank 2 makes the other call."""
+"""Rows 6 to 12 of docs/failures.md: ranks whose calls differ all raise, name both calls, and leave tensors
+untouched. Of four ranks, rank 2 makes the other call."""
 
 from __future__ import annotations
 

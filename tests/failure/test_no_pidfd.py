@@ -1,4 +1,5 @@
-"""Row 57: rows 1 to 5 without `pidfd_open`, as before Linux 5.3 (ENOSYS) and in old containers (EPERM)."""
+"""Row 57 of docs/failures.md: rows 1 to 5 without `pidfd_open`, as before Linux 5.3 (ENOSYS) and in old
+containers (EPERM)."""
 
 from __future__ import annotations
 

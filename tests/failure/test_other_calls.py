@@ -1,6 +1,6 @@
-"""Rows 9 and 40: one rank makes another collective, or the same one with other arguments. All ranks raise and
-name both methods. Each pair has a sub-group, because a failed one is unusable. A rank that only sends may
-succeed; its next call fails with both names."""
+"""Rows 9 and 40 of docs/failures.md: one rank makes another collective, or the same one with other arguments.
+All ranks raise and name both methods. Each pair has a sub-group, because a failed one is unusable. A rank
+that only sends may succeed; its next call fails with both names."""
 
 from __future__ import annotations
 

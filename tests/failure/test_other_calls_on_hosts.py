@@ -1,4 +1,5 @@
-"""Rows 9 and 40 over two hosts. The odd ranks are a whole host, its lead, or another rank."""
+"""Rows 9 and 40 of docs/failures.md over two hosts. The odd ranks are a whole host, its lead, or another
+rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows 33 to 35: message queues in shared memory whose other end dies or is slow."""
+"""Rows 33 to 35 of docs/failures.md: message queues in shared memory whose other end dies or is slow."""
 
 from __future__ import annotations
 

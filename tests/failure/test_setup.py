@@ -1,4 +1,5 @@
-"""Rows 13, 14, 30: ranks that request different groups, groups made or destroyed twice, use after destruction."""
+"""Rows 13, 14, 30 of docs/failures.md: ranks that request different groups, groups made or destroyed twice,
+use after destruction."""
 
 from __future__ import annotations
 

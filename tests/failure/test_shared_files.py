@@ -1,5 +1,5 @@
-"""Rows 28, 29, 38: names that killed starts leave in /dev/shm, a full /dev/shm, other users. Row 28 kills 6
-starts, 50 with FAILURE_TESTS=long."""
+"""Rows 28, 29, 38 of docs/failures.md: names that killed starts leave in /dev/shm, a full /dev/shm, other
+users. Row 28 kills 6 starts, 50 with FAILURE_TESTS=long."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def test_the_default_group_shrinks_over_hosts() -> None:
 
 
 def _without_a_death(folder: str) -> bool:
-    """A part excludes a rank that lives on. Its ranks are their own global ranks: torch's shrink_group takes
-    the one for the other."""
+    """Removes living rank 1 from a group of ranks 0 to 2, in which ranks equal global ranks: torch's shrink_group
+    confuses them."""
     with torch_world():
         rank, part = dist.get_rank(), dist.new_group([0, 1, 2], timeout=timedelta(seconds=20.0))
         if rank in (0, 2):

@@ -1,4 +1,5 @@
-"""Row 15: a stopped rank is named at the deadline, and its group has failed when it resumes."""
+"""Row 15 of docs/failures.md: a stopped rank is named at the deadline, and its group has failed when it
+resumes."""
 
 from __future__ import annotations
 

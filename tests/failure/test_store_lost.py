@@ -1,4 +1,5 @@
-"""Row 55: the store's process is stopped, or its host cut off, while other ranks make groups."""
+"""Row 55 of docs/failures.md: the store's process is stopped, or its host cut off, while other ranks make
+groups."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A rank is killed, and torchrun restarts all ranks over its agent's store. Row 48: on two hosts, only the
-agent whose worker failed counts the restart."""
+"""A rank is killed, and torchrun restarts all ranks over its agent's store. Row 48 of docs/failures.md: on
+two hosts, only the agent whose worker failed counts the restart."""
 
 from __future__ import annotations
 

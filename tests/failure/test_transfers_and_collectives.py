@@ -1,4 +1,5 @@
-"""Row 9: a transfer can't be compared with a collective. At the deadline all ranks name both."""
+"""Row 9 of docs/failures.md: a transfer can't be compared with a collective. At the deadline all ranks name
+both."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def _others_come_later() -> Outcome:
 
 
 def test_row_09_a_wait_that_has_failed_is_told_to_those_that_came_later(pool_of: Callable[[str], Any]) -> None:
-    """Even if rank 0 has made no call since. Its connections end with its wait, so the others fail early."""
+    """Rank 0 makes no further call after its wait. It has closed its connections, so the others fail early."""
     for rank, told in enumerate(pool_of("connections").run(_others_come_later, timeout_s=DEADLINE_S)):
         kinds = ("CollectiveTimeoutError",) if rank == 0 else ("CollectiveTimeoutError", "CommunicationError")
         assert told.kind in kinds, (rank, told)

@@ -1,5 +1,5 @@
-"""Row 58: another service answers at MASTER_PORT. Each program is its own interpreter, because a thread in
-torch's client would abort it at exit."""
+"""Row 58 of docs/failures.md: another service answers at MASTER_PORT. Each program is its own interpreter,
+because a thread in torch's client would abort it at exit."""
 
 from __future__ import annotations
 

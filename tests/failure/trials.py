@@ -1,4 +1,5 @@
-"""Trials that their number determines: a run can be resumed, and several can run at once."""
+"""Trials whose number determines their random choices. So a run can be resumed, and several runs can share
+the trials."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def folder_of_results(otherwise: Path) -> Path:
 
 
 def keep(folder: Path, name: str, run: Callable[[], dict[str, Any] | None]) -> None:
-    """Saves the result of `run`, unless it is None, if no other process does."""
+    """Calls `run` and saves its result in `folder`. Does nothing if the result exists or another process is at it."""
     result = folder / f"{name}.json"
     with _claim(result.with_suffix(".lock")) as is_mine:
         if not is_mine or result.exists():

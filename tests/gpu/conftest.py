@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _repeats(item: pytest.Item) -> bool:
-    """True if another case, or a contract test, shows as much as this test's dry run."""
+    """True if `item` tests nothing in a dry run that other cases and contract tests don't."""
     chosen = item.callspec.params if hasattr(item, "callspec") else {}
     return (
         4 in (chosen.get("world"), chosen.get("size"))

@@ -132,7 +132,7 @@ def nccl_of(group: ps.GroupCoordinator) -> NcclCommunicator | None:
 
 
 def serve_traced(connection: Connection, variables: dict[str, str]) -> None:
-    """Writes its threads' stacks, but no core file, when a signal kills it."""
+    """Serves as a rank. If a signal kills the rank, it writes its threads' stacks, but no core file."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
     serve(connection, variables)
@@ -151,7 +151,7 @@ def serve_dry(connection: Connection, variables: dict[str, str]) -> None:
 
 
 def _unrecorded(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A graph can't record what the host sends, so it fails inside a capture."""
+    """Makes `call` fail while a CUDA graph is captured: a graph can't record what the host sends."""
 
     @functools.wraps(call)
     def checked(*args: Any, **kwargs: Any) -> Any:

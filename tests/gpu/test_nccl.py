@@ -57,7 +57,7 @@ def _same(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _cases(dtypes: Sequence[torch.dtype]) -> Iterator[tuple[Form, torch.dtype]]:
-    """More ranks, which are slower on one GPU, rotate the pairs of form and dtype."""
+    """Yields all pairs on 2 ranks. More ranks are slower on one GPU, and get one form for each dtype."""
     for number, dtype in enumerate(dtypes):
         for place, form in enumerate(FORMS):
             if ps.get_world_group().world_size == 2 or (number + place) % len(FORMS) == 0:

@@ -36,7 +36,7 @@ def transfer_socket(group: GroupCoordinator, rank: int) -> socket.socket:
 
 
 def _moved(connection: socket.socket) -> tuple[int, int]:
-    """Retransmitted bytes count twice."""
+    """Returns received and sent bytes. Retransmitted bytes count twice."""
     with contextlib.suppress(OSError):
         received, sent = _BYTES.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES.size))
         return received, sent
@@ -69,7 +69,7 @@ def as_without_descriptors(is_victim: bool) -> Iterator[None]:
 
 @contextmanager
 def as_too_many_to_mesh() -> Iterator[None]:
-    """Groups connect leads only, as those of more than 256 ranks do."""
+    """Groups connect only one rank (lead) of each host, as groups of more than 256 ranks do."""
     most, host_memory.MOST_MESHED = host_memory.MOST_MESHED, 1
     try:
         yield

@@ -1,4 +1,4 @@
-"""stand_in_nccl.c, and streams that are numbers, under the real communicator. The library logs its arguments."""
+"""The real NcclCommunicator over stand-ins: stand_in_nccl.c for NCCL, which logs its arguments, numbers for streams."""
 
 from __future__ import annotations
 
@@ -125,8 +125,7 @@ class Library(NcclLibrary):
         self._library.stand_in_clear()
 
     def tell(self, what: str, *values: int) -> int:
-        """Calls `stand_in_<what>`. `what` is `never_ready`, `refuse_init`, `fail_next`, `async_error`, `live`,
-        `refuse_memory`, `refuse_window`, `leave_window`, `no_window`, `wrong_window` or `memory`."""
+        """Calls `stand_in_<what>` of stand_in_nccl.c, which sets how the stand-in behaves, or returns a count."""
         return getattr(self._library, f"stand_in_{what}")(*map(ctypes.c_void_p, values))
 
 

@@ -13,7 +13,8 @@ __all__ = ["INTERNAL_ERROR", "INVALID_USAGE", "REMOTE_ERROR", "dividing"]
 
 @contextmanager
 def dividing(when_acquired: Callable[[], object] | None = None) -> Iterator[None]:
-    """With `when_acquired`, creates all groups at once and calls it before each process group."""
+    """Creates process groups by dividing the world, as NCCL can. With `when_acquired`, creates all groups at once, and
+    calls the function before each process group."""
     divides, acquire, is_lazy = ProcessGroupPool.divides, ProcessGroupPool.acquire, _Division._is_lazy
 
     def acquired(pool: Any, *args: Any, **options: Any) -> Any:

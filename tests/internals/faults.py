@@ -59,7 +59,7 @@ OF_A_WATCHER = "Watcher.close"
 
 
 def after_entering(then: Callable[[], object], of_backend: bool = False) -> None:
-    """`of_backend`: the meeting of a group of torch's backend."""
+    """Calls `then` once this rank has entered the rendezvous: the world's, or that of a group of our backend."""
     meeting: Any = _Roll if of_backend else _Meeting
     enter = meeting._enter
 

@@ -9,8 +9,8 @@ from parallel_state.messages.codec.values import _NESTED, MAX_DEPTH, MOST_NUMBER
 
 
 def has_plain_keys(data: bytes) -> bool:
-    """Other keys than `Encoder.mapping` writes can be chosen to collide, and msgspec can't be interrupted.
-    Malformed data is left to msgspec."""
+    """Returns True if the msgpack `data` has only keys of the kinds that `Encoder.mapping` writes, or is malformed.
+    Other keys can be chosen to collide, and msgspec can't be interrupted."""
     try:
         _key_check(memoryview(data), 0, MAX_DEPTH + 1)
     except (IndexError, struct.error):

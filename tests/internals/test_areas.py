@@ -91,9 +91,9 @@ def _crossed(folder: str, area_ranks: int, dtype: torch.dtype, count: int) -> tu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("ranks", "area_ranks"), [(4, 2), *([(8, 4), (16, 8)] if LONG else [])])
 def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dtype: torch.dtype) -> None:
-    """A sum in rank order must bring the first socket's sum to the second, as float32 for 16-bit floats, and
-    the result back: `wide + width` bytes per element. Flat, each rank reads its slice of all ranks of the
-    other socket, then all their slices: 2 * (ranks - ranks per socket) * width."""
+    """Counts bytes that cross between sockets, per element. By areas, the first socket's sum moves to the second (4
+    bytes, also for 16-bit floats), and the result back (the dtype's bytes). Without areas, each rank reads its slice
+    of the other socket's tensors, then their slices of the result: 2 * ranks of a socket * the dtype's bytes."""
     count = 1 << 20
     found = pools(ranks).run(_crossed, folder, area_ranks, dtype, count, timeout_s=DEADLINE_S)
     chained, flat = (sum(crossed[way] for crossed, _ in found) for way in range(2))

@@ -208,7 +208,7 @@ def test_an_interrupted_bench_keeps_what_was_measured(tmp_path: Path, number: si
 def test_a_launcher_that_cannot_start_is_left_out_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder of an MPI is gone, or its Python; the launcher's banner isn't the reason."""
+    """An MPI's folder, or the Python in it, is gone. The line has the reason, not the launcher's banner."""
     banner = tmp_path / "mpiexec"
     banner.write_text("#!/bin/sh\nprintf 'no python there\\n-----\\n' >&2\nexit 3\n")
     banner.chmod(0o755)

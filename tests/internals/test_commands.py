@@ -73,7 +73,7 @@ def test_live_debug_asks_without_torch() -> None:
 
 
 def test_a_program_registers_the_ops_at_import() -> None:
-    """Another module's arguments or name don't make it a command of ours."""
+    """Only our commands don't import torch. These programs have arguments or a name like a command's."""
     code = "import sys; sys.argv[:], sys.orig_argv[:] = {}; import parallel_state; print('torch' in sys.modules)"
     for words in ((["-m"], ["python", "-m", "program"]), (["-m", "a"], ["python", "-m", "parallel_state.compat", "a"])):
         ended = subprocess.run(

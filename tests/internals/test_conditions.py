@@ -57,8 +57,8 @@ def test_no_process(tmp_path: Path) -> None:
 def test_a_real_process_that_is_stopped() -> None:
     process = subprocess.Popen(["sleep", "60"])
 
-    def becomes(words: str) -> bool:
-        """A starting process may wait for a disk."""
+    def is_soon(words: str) -> bool:
+        """Polls for 5 s, because a new process may first wait for a disk."""
         until = time.monotonic() + 5
         while time.monotonic() < until:
             found = condition_of(process.pid)
@@ -68,9 +68,9 @@ def test_a_real_process_that_is_stopped() -> None:
         return False
 
     try:
-        assert becomes("")
+        assert is_soon("")
         os.kill(process.pid, signal.SIGSTOP)
-        assert becomes("stopped by a signal")
+        assert is_soon("stopped by a signal")
     finally:
         process.kill()
         process.wait()

@@ -244,7 +244,7 @@ def test_a_rank_that_leaves_and_exits_is_told_as_left(pool: Ranks, hosts: list[i
 
 
 def test_a_rank_may_leave_before_others_have_joined(pool: Ranks) -> None:
-    """Its farewell is on its board, which remains until its neighbors have opened it."""
+    """Ranks of its host read in its shared memory, which remains until they have opened it, that it left."""
     party = Party(pool, ONE)
     party.join(only=[0])
     party.begin(0, _leave_and_exit)
@@ -676,7 +676,7 @@ _DESCRIPTORS: set[str] = set()
 
 
 def _numbers() -> set[str]:
-    """Drops the targets: a child has its own signal pipe at the same numbers."""
+    """Returns the open descriptors without their targets: a child has its own signal pipe at the same numbers."""
     return {each.partition(":")[0] for each in _descriptors()}
 
 

@@ -71,7 +71,7 @@ def test_sanitizers_find_nothing(tmp_path: Path, flags: Sequence[str], ranks: st
 
 
 def test_ranks_of_several_hosts(tmp_path: Path) -> None:
-    """Without a sanitizer many more programs run. Bounds the system calls of a call, too."""
+    """Runs more random programs, because no sanitizer slows them. `cpu_ranks calls` counts system calls."""
     programs = _built(tmp_path / "build", ("-O2",))
     commands = (["cpu_ranks", "calls"], ["hosts_ranks", "processes", "1", "100"], ["transfers_ranks", "1", "100"])
     for command in commands:

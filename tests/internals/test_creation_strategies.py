@@ -87,7 +87,7 @@ def test_a_bound_communicator_is_split_once_for_all_lists(pool: ProcessGroupPool
 
 @pytest.mark.usefixtures("bound")
 def test_what_only_members_ask_for_is_made_by_them(pool: ProcessGroupPool, calls: Calls) -> None:
-    """Without all ranks a split is impossible. With `near`, the existing group is reused."""
+    """A split needs all ranks. `acquire` reuses a group that it gets as `near`."""
     pool.acquire([2, 3], NCCL)
     axis = pool.acquire([0, 1, 2, 3], NCCL, division=lambda: HALVES)
     near = pool.acquire([0, 1, 2, 3], NCCL, near=[axis])

@@ -34,7 +34,7 @@ class _Event:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[_Stream]:
-    """As in torch, an external stream of handle 0 is a pool's."""
+    """Lists the streams made. As in torch, an external stream of handle 0 isn't the default stream."""
     found: list[_Stream] = []
 
     def give(handle: int) -> _Stream:

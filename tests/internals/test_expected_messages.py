@@ -29,7 +29,7 @@ except native.NativeUnavailableError as error:
 
 @pytest.fixture(autouse=True)
 def own_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps the library that messengers give the codec from later tests."""
+    """Restores the codec, a global object, to which messengers give the native library."""
     monkeypatch.setattr(codec_values, "_objects", [])
 
 

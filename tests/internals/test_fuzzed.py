@@ -1,5 +1,5 @@
-"""Row 36: damaged frames become an object or a MessageDecodeError, within a constant multiple of their size in
-memory. Thousands run by default, a million with FAILURE_TESTS=long."""
+"""Row 36 of docs/failures.md: damaged frames become an object or a MessageDecodeError, within a constant
+multiple of their size in memory. Thousands run by default, a million with FAILURE_TESTS=long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All interleavings of the C++ of the message queue, and of ticks and slots within a host, in small cases."""
+"""Tries all interleavings of the C++ of the message queue, and of collectives within a host, in small cases."""
 
 from __future__ import annotations
 

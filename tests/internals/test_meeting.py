@@ -142,7 +142,7 @@ def test_a_rank_whose_own_name_resolves_late_is_on_its_host(monkeypatch: pytest.
 
 
 def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The earlier round's endpoint refuses: while its rank 0 lives, another process has this rank's place."""
+    """The store still names the earlier round's rank 0. While that lives, it refuses a second process as rank 1."""
     old = [job.meeting(rank, 2) for rank in range(2)]
     for future in [job.start(meeting) for meeting in old]:
         future.result(AMPLE_S)

@@ -104,7 +104,7 @@ def test_objects_past_the_group(carry: Callable[[Any], Any]) -> None:
 
 
 def test_a_tensor_without_elements_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs its head: the shortcut for objects without tensors must not apply."""
+    """The encoder's shortcut for objects without tensors must not apply to empty tensors."""
     monkeypatch.setattr(codec_values, "_objects", [])
     try:
         codec_values.use_library()

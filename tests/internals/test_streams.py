@@ -442,7 +442,7 @@ def test_a_transfer_keeps_its_memory_until_it_is_done(ends: tuple[Rank, Rank]) -
 
 
 def _next_call(end: Rank) -> None:
-    """Frees what other threads ended without the interpreter lock."""
+    """Waits for sends, which another thread completes without the GIL. Then a call frees their tensors."""
     until = time.monotonic() + LIMIT_S
     while end.transfers.waiting_sends(1) and time.monotonic() < until:
         time.sleep(0.01)
@@ -838,7 +838,7 @@ def test_a_receive_of_a_message_has_a_deadline() -> None:
 
 
 def test_a_call_of_a_taker_is_refused(ends: tuple[Rank, Rank]) -> None:
-    """A receive in the running taker would wait for itself."""
+    """The function `take` runs within a receive. A receive in it would wait for the outer one, and so for itself."""
 
     def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
         ends[1].recv(_room(1), 0)

@@ -316,7 +316,7 @@ def test_many_forwards_are_forgotten_with_an_error() -> None:
 
 
 def test_tasks_have_those_around_their_backward() -> None:
-    """With tasks that take turns, the task that made a node is unknown."""
+    """Autograd doesn't record which task made a node. So a backward uses the groups that are current around it."""
     x = torch.ones(2, requires_grad=True)
 
     async def train(groups: ps.ParallelGroups) -> list[Any]:

@@ -1,4 +1,5 @@
-"""Row 56: rank 0, which serves the store, is killed at each stage of init, alone or with another rank."""
+"""Row 56 of docs/failures.md: rank 0, which serves the store, is killed at each stage of init, alone or with
+another rank."""
 
 from __future__ import annotations
 
