@@ -263,8 +263,6 @@ Check = Callable[[list[Tensor]], "str | None"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A call to measure."""
-
     several: Callable[[], list[Tensor]]
     """Makes `step` calls, and returns their results."""
     step: int

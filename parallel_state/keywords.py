@@ -15,7 +15,7 @@ from parallel_state.process_groups.options import GroupOptions
 
 
 class Sizes(TypedDict, total=False):
-    """Sizes of the axes. `cp` is short for `context_parallel_size`, and so on: see AXES."""
+    """Sizes of the axes in `layout.axes.AXES`. `cp` is short for `context_parallel_size`, and so on."""
 
     tp: int | None
     context_parallel_size: int | None

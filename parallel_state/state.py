@@ -605,8 +605,8 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
     "tp")`.
 
     Every rank of the world must call this with the same names, of axes or of groups that span axes (`dp`, `fsdp`).
-    Without names, the dims are all axes with more than one rank. If tp or ep is one of them, `dp_shard` is
-    always one. `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order
+    Without names, the dims are all axes with more than one rank. If tp or ep has more than one rank, `dp_shard` is a
+    dim even with one rank. `experts=True` returns another mesh, with `ep`, `etp` and `efsdp`, because these axes order
     the ranks differently.
 
     Raises LayoutError if two names share an axis, or if no order of the ranks fits all names, and

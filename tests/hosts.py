@@ -226,10 +226,7 @@ class HostRanks(WorkerPool):
         self.kill()
 
     def kill(self) -> None:
-        """Kills the ranks. In a PID namespace, kills each rank before the outer process that waits for it.
-
-        Otherwise PID 1 outside would inherit the ranks, and in a container PID 1 often doesn't reap them.
-        """
+        """Kills the ranks, then, in a PID namespace, the outer process that waits for them. So no zombies remain."""
         for process, host in zip(self._processes, self.placement, strict=False):
             if self._hosts.hosts[host].own_pids:
                 for child in _children(process.pid):

@@ -35,7 +35,6 @@ def stubs() -> dict[Path, str]:
 
 
 def keywords() -> str:
-    """Returns a module with classes of keyword arguments."""
     named = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     sizes = {name: "int | None" for row in BY_PARAMETER.items() for name in (row[0], row[1].name) if name not in named}
     options = {
@@ -52,7 +51,7 @@ def keywords() -> str:
         (
             "Sizes",
             "TypedDict, total=False",
-            "Sizes of the axes. `cp` is short for `context_parallel_size`, and so on: see AXES.",
+            "Sizes of the axes in `layout.axes.AXES`. `cp` is short for `context_parallel_size`, and so on.",
             sizes,
         ),
         ("ModelParallelOptions", "Sizes, total=False", "Keywords of initialize_model_parallel.", options),

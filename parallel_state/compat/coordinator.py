@@ -24,7 +24,7 @@ class GroupView(GroupCoordinator):
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
         """Returns the view of `made`, a group of this library.
 
-        The first call creates it. The subclass's `_show` makes attributes that only the engine's class has of `facts`.
+        The first call creates it. `facts`: values of attributes that only the engine's class has (see its `_show`).
         """
         # Kept in the group: a table would keep the group alive.
         kept = f"_view {cls.__module__}"

@@ -34,7 +34,7 @@ class Traits(NamedTuple):
     allow_pickle: bool = False
     custom_all_reduce: bool = True
     high_priority_stream: bool = False
-    """Gives this library's own NCCL communicators a stream of high priority. `options` can give torch's one, too."""
+    """Gives this library's own NCCL communicators a stream of high priority. `options` has the same for torch's."""
     lazy_cpu_group: bool = False
     """If True, all ranks of the group together create its gloo group at the first use."""
 

@@ -2,7 +2,8 @@
 
 Three kinds of code find the groups in other ways:
 
-- A thread that starts inside `use()`: `threading.Thread.start` is wrapped while any groups are in use.
+- A thread that starts inside `use()` uses the groups of the starting thread. `threading.Thread.start` is wrapped while
+  any groups are in use.
 - A backward pass uses the groups of its forward pass. Autograd numbers a thread's nodes in order, and `_Forwards`
   records the groups of each range of numbers.
 - Compiled code reads `_Current.groups`.
@@ -114,8 +115,7 @@ leave_to_interpreter(_find)
 class _Current:
     """Has the current groups as its attribute `groups`. torch.compile sets a guard on the attribute's value.
 
-    The getter `_find` is wrapped in the type `instancemethod`. dynamo takes this type for a C function, so it calls the
-    getter instead of tracing it.
+    dynamo calls the getter instead of tracing it, because it takes the getter's type, `instancemethod`, for C code.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

@@ -68,9 +68,9 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims, slowest-varying first, of a mesh over the world of which a mesh with dims `wanted` is a slice.
+    """Returns the dims of a mesh over the whole world, slowest-varying first. A mesh with dims `wanted` is its slice.
 
-    `grid`: the numbering of ranks in the layout that has the wanted axes.
+    `grid`: the layout's numbering of ranks that has the wanted axes.
     """
     if list(wanted) == ["world"]:
         return ["world"]

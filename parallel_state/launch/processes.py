@@ -165,7 +165,7 @@ class Ranks:
             self._leash_end.close()
 
     def _check_descriptors(self) -> None:
-        """Raises OSError if too few file descriptors are free, for which the fork server would print a traceback."""
+        """Raises OSError if too few file descriptors are free. The fork server would print a traceback instead."""
         each = 2 if self._start_method == "forkserver" else 5
         with ExitStack() as spare:
             for _ in range(_START_DESCRIPTORS + each * len(self.ranks)):

@@ -196,8 +196,8 @@ def _expert_grid(
 ) -> Grid | str:
     """Returns the numbering of ranks for expert layers; `dense` is the numbering for dense layers.
 
-    If no numbering fits, raises LayoutError if the caller passed a size of expert layers, and else returns the reason
-    as a text. `expanded`: the axes of the order `preset`, in which `dp_shard` and `dp_replicate` replace `dp`. `given`:
+    If no numbering fits, returns the reason as a text; raises LayoutError instead if the caller passed a size of expert
+    layers. `expanded`: the axes of the order `preset`, in which `dp_shard` and `dp_replicate` replace `dp`. `given`:
     the passed sizes.
     """
     asked = "ep" in given or "etp" in given or given.get("inter_dist_opt", 1) != 1

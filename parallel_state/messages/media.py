@@ -67,9 +67,9 @@ def _counted(reader: Reader, call: UserCall | None) -> str:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the method that errors of `reader`'s receive name, as an index in TRANSFERS (methods of messages).
+    """Returns the method that receives `reader`'s message, as its index in TRANSFERS. Errors name this method.
 
-    It is recv_tensor_dict for an earlier receive without a spec, which a receive with a spec completes first.
+    A receive with a spec first completes earlier receives. If these have no spec, their method is recv_tensor_dict.
     """
     number = transfer_number("recv_tensor_dict")
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
@@ -273,7 +273,7 @@ class LibraryMedium(RouteMedium):
     def announce(self, call: UserCall) -> None:
         """Numbers the broadcast `call` as one of the group's collectives.
 
-        A peer in another collective reads no messages, but it compares calls of equal number: it detects the mismatch.
+        A peer in another collective reads no messages, but compares calls of equal number. So it detects the mismatch.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

@@ -124,7 +124,7 @@ class Agreement:
         """Waits until all `ranks` have called this for group `what`. Returns a name for the group.
 
         Each attempt has another name, so ranks can try again together after a timeout. A world that is destroyed and
-        created again has the same names, because DTensor caches them.
+        created again gives its groups the same names, because DTensor caches them.
 
         `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create the group; all ranks then raise
         CommunicationError.

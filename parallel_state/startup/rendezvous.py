@@ -110,8 +110,8 @@ class Met(NamedTuple):
     def address(self, rank: int, towards_store: str) -> str:
         """Returns the address at which other ranks reach this rank, `rank`.
 
-        That is `towards_store`, the local address from which this host connects to the store. But if it is a loopback
-        address and the world has several hosts, that is the rank's address in `places`.
+        `towards_store`: the local address from which this host connects to the store. It is the result, except for a
+        loopback address in a world of several hosts. Then the result is the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def replay(path: Path) -> int:
     """Replays the events that a rank's control plane recorded in `path`, and prints them with the resulting actions.
 
-    Returns exit code 0, 1 if the replay ends in another state than the recording, or 2 if nothing can be replayed.
+    Returns exit code 1 if the replay ends in another state, or 2 if nothing can be replayed.
     """
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())

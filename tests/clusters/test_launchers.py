@@ -133,7 +133,7 @@ def test_check_in_place_of_the_program(cluster: Cluster, launcher: Launcher) -> 
     ("name", "job"), [("torchrun, c10d", "echo job"), ("srun", "squeue --noheader --format %A")], ids=str
 )
 def test_a_running_job_is_asked_by_its_id_and_by_its_launcher(cluster: Cluster, name: str, job: str) -> None:
-    """`debug --live` asks this host's ranks. The store has the states of the other host's, where rank 3 is late."""
+    """`debug --live` asks the ranks of its host. It reads from the store how far the other host's ranks are."""
     launcher = next(each for each in LAUNCHERS if each.name == name)
     if problem := launcher.problem():
         pytest.skip(problem)

@@ -62,7 +62,7 @@ def tasks(slurm: Cluster, tmp_path: Path) -> Tasks:
 
 
 def _expected(counts: Sequence[int], master: str = "n1") -> list[ProcessEnvironment]:
-    """Returns each rank's place, for `counts` ranks on each host. The port is 0: `_same` compares the ports."""
+    """Returns each rank's place, for `counts` ranks on each host. The port is 0: `_same` checks the ports."""
     size, places = sum(counts), []
     for count in counts:
         for local_rank in range(count):

@@ -277,7 +277,6 @@ def test_a_compiled_model_follows_the_groups_in_use(pools: Callable[[int], Worke
 
 
 def test_a_function_over_more_groups_than_dynamos_limit() -> None:
-    """Twelve groups in one function, under dynamo's limit and past it. torch's log names the limit."""
     found = []
     groups = [ps.simulate(0, size, tensor_model_parallel_size=size) for size in range(2, 14)]
     x = torch.ones(3)

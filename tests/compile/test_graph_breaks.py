@@ -451,7 +451,6 @@ def test_kernels_in_python_are_not_traced(pools: Callable[[int], WorkerPool]) ->
 
 
 def test_marks_are_those_of_torch() -> None:
-    """They must do what torch.compiler.disable does, without its wrapper and without importing torch._dynamo."""
     reason = "made runs on the host: another way"
 
     def made(x: Tensor) -> Tensor:

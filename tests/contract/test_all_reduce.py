@@ -119,7 +119,6 @@ def test_sums_of_real_numbers_are_as_good_as_the_dtype(carrier: Carrier) -> None
 
 
 def _same_everywhere_body(member: Member) -> list[bytes]:
-    """Ranks that differ in the last bit diverge later."""
     sums = []
     for dtype in FLOATS:
         with member.case(f"{dtype}"):

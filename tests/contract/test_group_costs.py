@@ -80,7 +80,6 @@ def _many(count: int, descriptors: int, address_bytes: int) -> dict[str, Any]:
     ],
 )
 def test_many_groups_under_limits(pools: Pools, count: int, descriptors: int, address_bytes: int) -> None:
-    """Reserving 8 GiB of tensor memory per rank once took 1 TiB for 60 groups."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8 * count:
         pytest.skip("the hard limit of open files is too low")
     for facts in pools(2).run(_many, count, descriptors, address_bytes, timeout_s=DEADLINE_S):

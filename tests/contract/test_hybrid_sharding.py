@@ -129,7 +129,6 @@ def test_nodes_and_tensor_parallelism(tp: int, per_node: int, inside: list[int],
 
 
 def test_without_sharding_the_replicated_group_is_the_data_parallel_one() -> None:
-    """As in fairseq2, where DDP reduces over rdp."""
     plain, fully, copies = (simulate(3, 8, 2, **sizes) for sizes in ({}, {"dp_shard": -1}, {"dp_replicate": -1}))
     assert plain.rdp is plain.dp
     assert plain.sdp.world_size == 1

@@ -293,7 +293,6 @@ def _make_in_a_fake_mode() -> None:
 
 
 def test_a_group_made_in_a_fake_mode_is_real_afterwards() -> None:
-    """In a new process, whose first group it is."""
     process = fork_context().Process(target=_make_in_a_fake_mode)
     process.start()
     process.join(60.0)

@@ -25,7 +25,7 @@ ROUTES: dict[str, dict[str, str | None]] = {
 
 
 def _shared_bytes() -> int:
-    """Memory of this process's shared files, without names too."""
+    """Returns the used bytes of /dev/shm, including deleted files that are open."""
     found = os.statvfs("/dev/shm")
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 

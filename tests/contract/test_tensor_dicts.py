@@ -927,7 +927,6 @@ def test_eager_and_compiled_callers_meet(pools: Pools) -> None:
 
 
 def compiled_by_inductor() -> None:
-    """A small graph, because compiling C++ is slow."""
     assert torch._inductor.config.compile_threads == 1, "a fork would wait for threads that its fork server has"
     torch._dynamo.reset()
     group = ps.get_world_group()

@@ -45,8 +45,6 @@ TOLD_TO_THE_RECEIVER = {
 
 
 class Call(NamedTuple):
-    """A call that both ranks of a group make with the same arguments."""
-
     function: Callable[..., Any]
     arguments: dict[str, Any]
     before: Callable[[], Any] = lambda: None

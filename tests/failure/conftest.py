@@ -66,7 +66,6 @@ def ranks(nothing_left: None) -> Iterator[Ranks]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[bytes]:
-    """From a file, so that the test knows it."""
     path = tmp_path / "secret"
     path.touch(0o600)
     path.write_bytes(secrets.token_bytes(32))

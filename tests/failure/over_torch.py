@@ -40,7 +40,6 @@ def torch_world(
 
 
 def groups_of(layout: tuple[int, int, int]) -> dict[str, OverTorch]:
-    """Every rank must call it."""
     tp, pp, dp = layout
     grid = torch.arange(tp * pp * dp).view(pp, dp, tp)
     found = {}

@@ -54,7 +54,6 @@ DEFAULT = "0"
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles before any deadline starts."""
     creation.load()
 
 

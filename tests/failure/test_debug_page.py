@@ -89,7 +89,7 @@ sys.stdin.readline()
 def _ranks(
     program: str, prefixes: Sequence[Sequence[str]], *arguments: str, **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """`prefixes`: of each rank's command."""
+    """`prefixes`: words before each rank's command."""
     creation.load()  # before any deadline starts
     size = str(len(prefixes))
     fixed = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),

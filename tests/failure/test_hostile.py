@@ -107,7 +107,7 @@ def test_row_37_a_wrong_secret(port: int, secret: bytes) -> None:
 
 
 def test_row_37_a_stranger_that_shows_the_servers_own_proof(port: int) -> None:
-    """It echoes the server's nonce and proof; the proof is for the server's role."""
+    """The stranger echoes the server's nonce and proof; the proof is for the server's role."""
     with connected(port) as stranger:
         greeting = stranger.recv(GREETING_BYTES, socket.MSG_WAITALL)
         assert greeting.startswith(MAGIC)
@@ -273,7 +273,7 @@ def test_row_37_what_launch_says_of_strangers(tmp_path: Path) -> None:
 
 
 def test_row_37_junk_and_silence_at_torchs_store(torch_port: int) -> None:
-    """It closes other protocols' connections, but never silent ones. Many of these delay new clients by 10 s."""
+    """TCPStore closes other protocols' connections, but never silent ones. Many of these delay new clients by 10 s."""
     with ExitStack() as stack:
         for junk in [junk for kind, junk in JUNK.items() if kind != "a ping of TCPStore"] * 5:
             with connected(torch_port) as stranger:

@@ -245,8 +245,8 @@ def check_row_16(ranks: Ranks, tmp_path: Path, operation: str, route: str) -> No
 
 
 def _after_a_failure(route: str, path: str) -> dict[str, float]:
-    """Returns the seconds that each later call takes: the fastest of five, because the machine may be busy. In the
-    folder `path`, ranks 0 and 1 note that their other group still works."""
+    """Returns the seconds that each later call takes: the fastest of five, because the machine may be busy. Ranks 0 and
+    1 write to the folder `path` if their other group works."""
     with world_over(route) as group:
         other = ps.get_world_group().make_sub_group([0, 1])
         call = calls_of_all(group)["all_reduce"]

@@ -200,7 +200,6 @@ def test_no_descriptor_for_the_imports_of_a_start(imports: list[str]) -> None:
 
 
 def test_a_start_imports_what_groups_need(imports: list[str]) -> None:
-    """Groups can be made without descriptors if their modules are imported."""
     modules = imports[0].split()
     for name in ("host_memory", "native_group"):
         assert f"device_communicators.cpu.{name}" in modules

@@ -293,7 +293,6 @@ def _firewall(port: str) -> str:
 @pytest.mark.side_by_side
 @pytest.mark.parametrize("obstacle", ["one address", "unconnected networks", "refused", "firewall"])
 def test_row_49_hosts_that_gloo_can_not_connect(obstacle: str) -> None:
-    """All ranks' errors name the unreachable host, the address and the setting, before gloo's timeout."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")

@@ -82,7 +82,6 @@ ROWS: dict[str, tuple[str, Call, Call, tuple[str, str]]] = {
 
 @contextmanager
 def _groups(route: str) -> Iterator[Callable[[], Any]]:
-    """A failed group is unusable, so each call gets a new one."""
     with world_over(route) as world:
 
         def new_group() -> Any:

@@ -42,7 +42,7 @@ def kept(name: str, facts: Sequence[object], sources: Iterable[Path], make: Call
 
 
 def plain_library(compiler: Sequence[str], more: Sequence[Path] = (), flags: Sequence[str] = ()) -> Path:
-    """At -O0; `flags` apply to `more` only."""
+    """Compiles the library at -O0 with the sources `more`. `flags` apply to these only."""
     recipe = native_build.plain_recipe()
     command = [*compiler, *native_build._FLAGS, *native_build.objects_recipe().flags, "-O0"]
 

@@ -69,7 +69,6 @@ def _with_and_without(folder: str, area_ranks: int, seed: int) -> int:
 
 @pytest.mark.parametrize(("ranks", "area_ranks"), PLACEMENTS)
 def test_the_bits_are_those_of_the_flat_way(pools: Pools, folder: str, ranks: int, area_ranks: int) -> None:
-    """Both add in rank order, or as a tree, and round once."""
     found = pools(ranks).run(_with_and_without, folder, area_ranks, ranks + area_ranks, timeout_s=DEADLINE_S)
     assert found == [len(DTYPES) * len(OPS) * 3] * ranks
 
@@ -92,8 +91,8 @@ def _crossed(folder: str, area_ranks: int, dtype: torch.dtype, count: int) -> tu
 @pytest.mark.parametrize(("ranks", "area_ranks"), [(4, 2), *([(8, 4), (16, 8)] if LONG else [])])
 def test_two_sockets(pools: Pools, folder: str, ranks: int, area_ranks: int, dtype: torch.dtype) -> None:
     """Counts bytes that cross between sockets, per element. By areas, the first socket's sum moves to the second (4
-    bytes, also for 16-bit floats), and the result back (the dtype's bytes). Without areas, each rank reads its slice
-    of the other socket's tensors, then their slices of the result: 2 * ranks of a socket * the dtype's bytes."""
+    bytes, also for 16-bit floats), and the result back. Without areas, each rank reads its slice of the other
+    socket's tensors, then their slices of the result: 2 * ranks of a socket * the dtype's bytes."""
     count = 1 << 20
     found = pools(ranks).run(_crossed, folder, area_ranks, dtype, count, timeout_s=DEADLINE_S)
     chained, flat = (sum(crossed[way] for crossed, _ in found) for way in range(2))
@@ -116,7 +115,6 @@ def _without(folder: str, absent: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("absent", [0, 3])
 def test_the_rank_that_does_not_come_is_named(pools: Pools, folder: str, absent: int) -> None:
-    """Ranks that wait for a waiting rank name the absent one, too."""
     assert pools(4).run(_without, folder, absent, timeout_s=DEADLINE_S) == [(1, absent)] * 4
 
 

@@ -355,7 +355,6 @@ def test_a_version_that_became_slower_is_named_and_gives_the_exit_code() -> None
 
 @pytest.mark.slow
 def test_variants_and_lower_bounds_are_not_judged() -> None:
-    """Only the times of other libraries are coloured."""
     found = findings()
     names = (OWN, OP, OP_AND_LAYERS, LAYERS, CARRIED, COPY, VIEWS, "gloo")
     case = {"part": "torch", "kind": "dist", "operation": "all_reduce", "bytes": 8192}

@@ -102,7 +102,6 @@ decode_models.MODELS["0.5B"] = decode_models.Model(2, 64, 16, 128, 256)
 
 
 def test_decode(tmp_path: Path) -> None:
-    """Four spinning ranks on fewer cores are slow."""
     ours, spinning = "parallel_state", "parallel_state, spinning"
     arguments = ["--models", "0.5B", "--batches", "2"]
     content = run("decode", tmp_path / "m.json", *arguments, "--only", ours, "gloo", before=TINY)

@@ -58,7 +58,7 @@ def test_a_real_process_that_is_stopped() -> None:
     process = subprocess.Popen(["sleep", "60"])
 
     def is_soon(words: str) -> bool:
-        """Polls for 5 s, because a new process may first wait for a disk."""
+        """Polls for `words` up to 5 s: a new process may first wait for a disk."""
         until = time.monotonic() + 5
         while time.monotonic() < until:
             found = condition_of(process.pid)

@@ -119,7 +119,6 @@ def test_a_seed_replays() -> None:
 
 
 def test_the_events_of_a_core_replay(tmp_path: Path) -> None:
-    """Long recordings lose their oldest events, as with 96 ranks."""
     for seed, ranks, begins in ((1, 5, True), (2, 5, True), (10, 96, False), (12, 96, False)):
         record = tmp_path / str(seed)
         _run(_program("simulator"), "--ranks", ranks, "--seed", seed, "--record", record)

@@ -244,7 +244,7 @@ def test_a_rank_that_leaves_and_exits_is_told_as_left(pool: Ranks, hosts: list[i
 
 
 def test_a_rank_may_leave_before_others_have_joined(pool: Ranks) -> None:
-    """Ranks of its host read in its shared memory, which remains until they have opened it, that it left."""
+    """It notes in its shared memory that it left. This memory remains until all ranks of its host have opened it."""
     party = Party(pool, ONE)
     party.join(only=[0])
     party.begin(0, _leave_and_exit)
@@ -712,7 +712,7 @@ def test_forks_at_any_moment(pool: Ranks) -> None:
 @needs_filters
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM])
 def test_without_what_a_sandbox_refuses(pool: Ranks, tmp_path: Path, code: int) -> None:
-    """Then /proc replaces pidfds and is read every 0.2 s."""
+    """Without pidfds, /proc is read every 0.2 s."""
 
     def trial() -> float:
         party = Party(pool, TWO)

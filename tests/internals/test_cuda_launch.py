@@ -124,7 +124,6 @@ def test_without_a_driver_there_is_a_reason() -> None:
 
 
 def test_structures_and_numbers_are_those_of_cuda() -> None:
-    """Layouts of CUDA 12.9 and 13.0; the next test compares them with an installed toolkit."""
     offsets = [
         getattr(LaunchConfig, name).offset for name in ("shared_bytes", "stream", "attributes", "attribute_count")
     ]

@@ -143,7 +143,6 @@ def test_norms(kernels: CpuKernels, operation: str, dtype: torch.dtype, size: in
 
 
 def test_calls_that_share_blocks_in_other_ways(kernels: CpuKernels) -> None:
-    """Blocks of a team have different epochs, because smaller calls skip some."""
     ranks = Ranks(2, kernels)
     draw = np.random.default_rng(4)
     shapes = ((1, 40), (7, 20), (2, 1500), (1, 2600), (3, 530))

@@ -14,7 +14,7 @@ from tests.unit.test_simulated import RANK, SIZE, G
 
 
 def test_a_broadcasts_gradient_is_its_sources() -> None:
-    """The others' is zero, not None: their backward takes part in the collective."""
+    """Other ranks' gradient is zero, not None: their backward takes part in the collective."""
     group = ps.simulated_group([1, 3, 5, 7], 5)
     token, key = op_arguments(group)
     grads = [ops._grad_broadcast(G, token, src, key) for src in (RANK, 0)]

@@ -218,7 +218,6 @@ def test_a_rank_stays_in_the_world_that_was_decided(job: Job, monkeypatch: pytes
 
 
 def test_a_rank_that_can_not_listen_ends_the_start_of_all(job: Job) -> None:
-    """Its control plane would have served rank 0's store."""
     meetings = [job.meeting(rank, 3) for rank in range(3)]
     deaf = meetings[2]
     deaf.own_place = deaf.own_place._replace(endpoint="", obstacle="ports 5000-5001 are in use")

@@ -86,7 +86,6 @@ def test_a_module_that_can_not_be_loaded_leaves_its_part_to_python(
 
 
 def _compiler(folder: Path, script: str, name: str = "compiler") -> dict[str, str]:
-    """A script replaces the compiler. The build doesn't use torch's headers."""
     path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IEXEC)
@@ -279,7 +278,6 @@ def test_each_file_is_compiled_once_and_those_of_a_row_exist() -> None:
 
 
 def test_without_the_ops_where_they_can_not_be_compiled(quick: dict[str, str], tmp_path: Path) -> None:
-    """Without torch's headers or a new compiler the ops go through Python."""
     script = f'case "$*" in *bindings.cpp*) echo "error: too old" >&2; exit 1;; esac\nexec {quick["CXX"]} "$@"'
     output = _run(tmp_path, CXX=_compiler(tmp_path, script)["CXX"])
     assert "no ops: " in output and "too old" in output

@@ -127,7 +127,6 @@ def _reuse_body(library: str) -> list[int]:
 
 
 def test_memory_is_used_again_once_all_ranks_have_let_go_of_it(pools: Pools, stand_in: str) -> None:
-    """A view keeps it, and so does another rank. A stream that reuses it waits for its earlier users."""
     assert pools(2).run(_reuse_body, stand_in, tp=2) == [[512, 0, 1024, 0]] * 2
 
 

@@ -22,7 +22,6 @@ def test_what_is_left_out_is_the_divisions() -> None:
 
 
 def test_other_backends_take_no_notice_of_nccls_options() -> None:
-    """One configuration serves a laptop and a cluster."""
     tuned = GroupOptions(high_priority_stream=True, cga_cluster_size=2, min_ctas=1, max_ctas=4)
     assert tuned.resolve("gloo", 5.0) == GroupOptions("gloo", 5.0)
     assert tuned.resolve("gloo", 5.0).for_backend() is None

@@ -106,7 +106,6 @@ def test_a_rendezvous_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_gpus_that_have_one_number_in_their_processes_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would report overlapping GPUs."""
     sharing = _symmetric(monkeypatch, lambda tensor, group: pytest.fail("not to be tried"))
     with pytest.raises(NotSharedError, match=r"ranks 0 and 2 are both cuda:0 .*set_device"):
         sharing.map([[0, "a"], [1, "b"], [0, "c"]])

@@ -838,7 +838,7 @@ def test_a_receive_of_a_message_has_a_deadline() -> None:
 
 
 def test_a_call_of_a_taker_is_refused(ends: tuple[Rank, Rank]) -> None:
-    """The function `take` runs within a receive. A receive in it would wait for the outer one, and so for itself."""
+    """`take` runs within a receive. Another receive in it would wait for the first, and so for itself."""
 
     def take(head: bytes, head_bytes: int, tensor_bytes: int) -> bytes:
         ends[1].recv(_room(1), 0)

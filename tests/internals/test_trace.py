@@ -78,7 +78,6 @@ def test_a_wait_is_from_its_own_beginning_to_the_lasts() -> None:
 
 
 def test_who_is_done_before_the_last_comes_waits_no_longer() -> None:
-    """A late rank doesn't delay the root of a broadcast."""
     span = {"ph": "X", "name": "broadcast", "tid": 1, "args": _ARGS}
     root, late = {**span, "pid": 0, "ts": 0.0, "dur": 20.0}, {**span, "pid": 1, "ts": 200_000.0, "dur": 30.0}
     _, (wait,) = command.merge([root, late])

@@ -63,7 +63,6 @@ def test_a_candidate_without_a_time_isnt_chosen() -> None:
 
 
 def test_a_single_slip_doesnt_move_a_boundary() -> None:
-    """A disturbance of push at 4 KiB doesn't end its range."""
     times = {
         1 << 11: {"push": 2.0, "pull": 4.0},
         1 << 12: {"push": 4.5, "pull": 4.0},

@@ -368,7 +368,6 @@ def test_a_server_that_is_silent() -> None:
 
 
 def test_another_process_at_the_port_learns_nothing_and_is_not_believed(world: World) -> None:
-    """It is detected before a request is sent, even if it replays a greeting."""
     with socket.create_connection(("127.0.0.1", world.endpoint.port)) as stranger:
         greeting = stranger.recv(20 + 24 + 16, socket.MSG_WAITALL)
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -206,7 +206,6 @@ class Sglang(Recorder):
 
 @pytest.mark.parametrize("preset", ["megatron", "torchtitan"])
 def test_every_group_that_sglang_makes(preset: str) -> None:
-    """Sizes fit each other, because SGLang checks them elsewhere. Two known differences are counted."""
     sglang, random_ = Sglang(), random.Random(f"{SEED} sglang")
     outcomes: Counter[str] = Counter()
     for _ in range(CASES // 2):
@@ -286,7 +285,6 @@ def ranks_of(gangs: Any) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("world_size", "tp"), [(1, 1), (8, 1), (8, 2), (8, 8), (12, 3), (24, 2)])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_gangs_of_fairseq2(preset: str, world_size: int, tp: int) -> None:
-    """Unsharded, rdp is dp and sdp has one rank, and DDP reduces over rdp. `create_fsdp_groups` divides them."""
     fairseq2 = Fairseq2()
     for rank in range(world_size):
         theirs, ours = fairseq2.gangs(world_size, rank, tp), simulate(rank, world_size, tp, order=preset)

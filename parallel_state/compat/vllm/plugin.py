@@ -23,7 +23,7 @@ class StandBackError(Exception):
 
 
 def find_platform() -> str | None:
-    """Returns the class name of this library's platform.
+    """Returns the class name of this library's platform for vLLM.
 
     Raises StandBackError if another platform is active in vLLM, or if the native library is unavailable. Calls the
     other platform plug-ins. If one of them calls this function, that inner call returns None.
