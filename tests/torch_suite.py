@@ -120,7 +120,6 @@ def _distributed_tests(backend: str) -> list[type[unittest.TestCase]]:
 
 
 def _rpc_tests() -> list[type[unittest.TestCase]]:
-    """Returns the RPC tests, including those of DDP under distributed autograd."""
     suites = importlib.import_module(f"{_PACKAGE}.rpc_utils")
     agents = {
         "TensorPipe": ("tensorpipe_rpc_agent_test_fixture", suites.GENERIC_TESTS + suites.TENSORPIPE_TESTS),

@@ -102,7 +102,6 @@ def test_ranks_are_stopped_by_sigterm_though_the_launcher_does_not_heed_it(befor
 
 
 def test_both_start_methods_hand_over_what_the_launcher_is_now() -> None:
-    """The fork server keeps the state of the first launch."""
     out = run(
         "first = ps.launch(state, nproc=2)\n"
         "os.umask(0o027); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"

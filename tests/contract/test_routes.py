@@ -266,7 +266,6 @@ def _custom_body(enable: bool) -> tuple[list[str], list[str], str | None, str | 
 
 @pytest.mark.parametrize("enable", [True, False])
 def test_kernels_of_our_own_can_be_turned_off(pools: Pools, enable: bool) -> None:
-    """`set_custom_all_reduce` applies to tensor-parallel groups; pipeline groups never have such kernels."""
     off = "custom all-reduce is off for this group (set_custom_all_reduce)"
     for tp_names, pp_names, tp_reason, pp_reason in pools(4).run(_custom_body, enable):
         assert tp_names == (["small_floats", "process_group"] if enable else ["process_group"])

@@ -185,7 +185,6 @@ def test_the_debug_server_shows_who_is_late(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_torchs_server")
 def test_the_debug_server_shows_ranks_of_other_hosts() -> None:
-    """Rank 2 is late in both groups, then stopped. Rank 0's host has no rank of the second group."""
     if (reason := problem()) is not None:
         pytest.skip(f"no hosts can be made here: {reason}")
     port = "25999"

@@ -143,7 +143,6 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_torchs_functional_collectives_do_not_warn() -> None:
-    """torch warns about older names, once for each candidate, rank and size."""
     program = Program(NO_WARNING, environment())
     out, err = program.communicate(DEADLINE_S)
     assert program.returncode == 0, out + err
