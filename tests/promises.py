@@ -5,8 +5,8 @@
 A promise is one line, made from a collected test's name or a key of `digests.json`:
 
     row 03 | gloo | coordinator | all_reduce_async      # fault row, transport, door, further parameters of the test
-    bits | shared_memory | all_reduce_async | float32   # transport, call (isend and …_async are started calls), dtype
-    bits | shared_memory | gather | float32 | compiled  # the same in compiled code
+    bits | hierarchical 0-0-1 | isend | float32         # transport and each rank's host, call, dtype
+    bits | shared_memory 0-0 | gather | float32 | compiled
     compiled | test_graph_breaks | inductor-names3      # file, parameters
     layout | megatron | sglang | the_groups             # preset, engine whose code makes the groups, further parameters
     doors | gloo-compiled-all_reduce                    # transport, door, operation
@@ -123,13 +123,12 @@ def _without_transport(parameters: str) -> str:
 def _of_digests(placement: str, compiled: bool) -> Iterator[str]:
     from tests import digests
 
-    row, _, _ = placement.partition(" ")
     for case in digests.stored()["digests"][placement]:
         call, _, dtype = case.rpartition(" ")
-        line = f"bits | {row} | {call} | {dtype}"
+        line = f"bits | {placement} | {call} | {dtype}"
         if not compiled:
             yield line
-        elif digests.compiles(row, case):
+        elif digests.compiles(placement.split(" ")[0], case):
             yield f"{line} | compiled"
 
 

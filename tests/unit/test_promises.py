@@ -25,8 +25,9 @@ def test_what_ids_promise() -> None:
 
 def test_digests_promise_each_call_and_dtype() -> None:
     found = promises.promises_of(["tests/contract/test_digests.py::test_bits_are_the_stored_ones[shared_memory 0-0]"])
-    assert "bits | shared_memory | all_reduce_async sum | float32" in found
-    assert "bits | shared_memory | all_gather | float4_e2m1fn_x2" in found
+    assert "bits | shared_memory 0-0 | all_reduce_async sum | float32" in found
+    assert "bits | shared_memory 0-0 | all_gather | float4_e2m1fn_x2" in found
+    assert not any(line.startswith("bits | shared_memory 0-0-0") for line in found)
 
 
 def test_a_removed_test_and_a_new_one_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
