@@ -1,14 +1,15 @@
 """Digests of the bits that each collective returns: a change of any bit on any transport must be intended.
 
-    python -m tests.digests --reason "float32 sums between hosts are pairwise now"      # rewrites digests.json
+    python -m tests.digests --reason "float32 sums between hosts are pairwise now"      # rewrites the changed digests
 
-`digests.json` holds one digest per placement of ranks, operation, dtype and size class, and the reason of each rewrite.
-Inputs come from Python's seeded generator and exact conversions, so no library matters.
+`digests.json` holds one digest per placement of ranks, operation, dtype and size class, below the reason of its last
+change. Inputs come from Python's seeded generator and exact conversions, so no library matters.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import hashlib
 import json
@@ -50,12 +51,40 @@ PLACEMENTS = (
 )
 
 
-def stored() -> dict[str, Any]:
-    return json.loads(FILE.read_text(encoding="utf-8"))
+Digests = dict[str, dict[str, str]]
+"""Digests by placement and case."""
+
+
+def stored() -> Digests:
+    return merged(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+def merged(by_reason: dict[str, Digests]) -> Digests:
+    found: Digests = {}
+    for digests in by_reason.values():
+        for placement, cases in digests.items():
+            found.setdefault(placement, {}).update(cases)
+    return found
+
+
+def updated(by_reason: dict[str, Digests], found: Digests, reason: str) -> tuple[dict[str, Digests], list[str]]:
+    """Returns the file's new content, with the changed digests below `reason`, and a line for each of these."""
+    held, new, changes = merged(by_reason), copy.deepcopy(by_reason), list[str]()
+    for placement in held | found:
+        before, after = held.get(placement, {}), found.get(placement, {})
+        for case in before | after:
+            if before.get(case) == after.get(case):
+                continue
+            changes.append(f"{placement}, {case}: {before.get(case, 'new')} -> {after.get(case, 'removed')}")
+            for digests in new.values():
+                digests.get(placement, {}).pop(case, None)
+            if case in after:
+                new.setdefault(reason, {}).setdefault(placement, {})[case] = after[case]
+    return new, changes
 
 
 def differences(placement: Placement, found: dict[str, str], compiled: bool = False) -> list[str]:
-    expected = stored()["digests"].get(str(placement), {})
+    expected = stored().get(str(placement), {})
     if compiled:
         expected = {case: held.split(" ")[-1] for case, held in expected.items() if compiles(placement.row, case)}
     return [
@@ -338,9 +367,9 @@ def main() -> None:
     from tests.workers import WorkerPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--reason", required=True, help="why bits change; it is kept in the file")
+    parser.add_argument("--reason", required=True, help="why bits change; the file keeps it with each changed digest")
     reason = parser.parse_args().reason
-    digests: dict[str, dict[str, str]] = {}
+    digests: Digests = {}
     pools: dict[int, WorkerPool] = {}
     try:
         with Hosts(3) as hosts:
@@ -354,8 +383,9 @@ def main() -> None:
     finally:
         for pool in pools.values():
             pool.kill()
-    reasons = [*(stored()["reasons"] if FILE.exists() else []), reason]
-    FILE.write_text(json.dumps({"reasons": reasons, "digests": digests}, indent=0) + "\n", encoding="utf-8")
+    new, changes = updated(json.loads(FILE.read_text(encoding="utf-8")), digests, reason)
+    FILE.write_text(json.dumps(new, indent=0) + "\n", encoding="utf-8")
+    print(*changes, f"{len(changes)} digests changed", sep="\n")
 
 
 if __name__ == "__main__":

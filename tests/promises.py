@@ -123,7 +123,7 @@ def _without_transport(parameters: str) -> str:
 def _of_digests(placement: str, compiled: bool) -> Iterator[str]:
     from tests import digests
 
-    for case in digests.stored()["digests"][placement]:
+    for case in digests.stored()[placement]:
         call, _, dtype = case.rpartition(" ")
         line = f"bits | {placement} | {call} | {dtype}"
         if not compiled:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -45,9 +44,8 @@ def test_bits_are_the_stored_ones(
 
 
 def test_a_flipped_bit_and_a_lost_case_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    held: dict[str, Any] = digests.stored()
     placement = PLACEMENTS[0]
-    found = dict(held["digests"][str(placement)])
+    found = dict(digests.stored()[str(placement)])
     assert digests.differences(placement, found) == []
     case = "all_reduce sum float32"
     first = found[case]
@@ -55,3 +53,13 @@ def test_a_flipped_bit_and_a_lost_case_are_found(monkeypatch: pytest.MonkeyPatch
     assert [case in line for line in digests.differences(placement, found)] == [True]
     del found[case]
     assert "not run" in digests.differences(placement, found)[0]
+
+
+def test_an_update_lists_and_moves_the_changed_digests() -> None:
+    held = {"first": {"a 0-0": {"x": "01", "y": "02", "z": "03"}}, "second": {"b 0-1": {"x": "04"}}}
+    assert digests.updated(held, digests.merged(held), "third") == (held, [])
+    found = {"a 0-0": {"x": "01", "y": "12", "w": "05"}, "b 0-1": {"x": "14"}}
+    new, changes = digests.updated(held, found, "third")
+    assert (new["first"], new["second"]) == ({"a 0-0": {"x": "01"}}, {"b 0-1": {}})
+    assert new["third"] == {"a 0-0": {"y": "12", "w": "05"}, "b 0-1": {"x": "14"}}
+    assert changes == ["a 0-0, y: 02 -> 12", "a 0-0, z: 03 -> removed", "a 0-0, w: new -> 05", "b 0-1, x: 04 -> 14"]
