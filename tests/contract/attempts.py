@@ -60,6 +60,17 @@ def attempt_all(calls: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome
     return Outcome("ok", repr(result), time.monotonic() - started)
 
 
+@contextmanager
+def elapsed_checked() -> Iterator[None]:
+    started = time.monotonic()
+    try:
+        yield
+    except Exception as error:
+        took_s = time.monotonic() - started
+        check_elapsed(error, took_s - ELAPSED_WITHIN_S, took_s + ELAPSED_WITHIN_S)
+        raise
+
+
 def _outcome_of(error: Exception, took_s: float) -> Outcome:
     return Outcome(type(error).__name__, str(error), took_s, tuple(getattr(error, "suspect_ranks", ())))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests import hosts
+from tests.contract.attempts import ELAPSED_WITHIN_S, check_elapsed
 from tests.programs import Program, module
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +21,7 @@ WITHIN_S = 10.0
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GLOO_SOCKET_IFNAME")
 
 SCRIPT = """
-import json, os, signal, sys, time
+import json, os, pickle, signal, sys, time
 from pathlib import Path
 import torch
 import parallel_state as ps
@@ -34,11 +36,18 @@ world.barrier()
 host = int(os.environ["GROUP_RANK"])
 try:
     for number in range(20):
-        found = [world.all_reduce(torch.ones(3)).tolist(), ps.get_tp_group().all_gather_object(world.rank)]
+        found = []
+        for call in (
+            lambda: world.all_reduce(torch.ones(3)).tolist(),
+            lambda: ps.get_tp_group().all_gather_object(world.rank),
+        ):
+            call_s = time.monotonic()
+            found.append(call())
         if first and number == 5 and world.rank == world.world_size // 2:
             (folder / "killed").write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
-except ps.CommunicationError:
+except ps.CommunicationError as error:
+    (folder / f"{world.rank}.error").write_bytes(pickle.dumps((error, time.monotonic() - call_s)))
     if serves_on and world.rank in (0, 1):
         time.sleep(60)  # until the agent ends it
     raise
@@ -111,6 +120,10 @@ def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: st
                 options += ["--rdzv-conf", f"is_host={1 - host},last_call_timeout=1"]
             agents.append(_torchrun(tmp_path, *options, how=how, host=made.pid(host)))
         told = _ended_well(agents, tmp_path, "hierarchical")
+    errors = [pickle.loads(path.read_bytes()) for path in tmp_path.glob("*.error")]
+    assert errors
+    for error, took_s in errors:
+        check_elapsed(error, took_s - ELAPSED_WITHIN_S, took_s + ELAPSED_WITHIN_S)
     if counts is not None and rendezvous == "static":
         assert told == counts
     elif counts is not None:

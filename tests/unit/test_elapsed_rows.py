@@ -15,10 +15,9 @@ from tests.sources import tree_of
 ROOT = Path(__file__).resolve().parents[2]
 NO_ELAPSED = {
     **dict.fromkeys((19, 20, 28, 31, 37, 45, 59), "no call may fail"),
-    **dict.fromkeys((25, 26, 27), "the launcher's LaunchError: its ranks were ended, no call was"),
+    25: "the launcher ends the ranks",
     36: "the bytes are decoded outside of a call",
     43: "UsageError: nothing was sent",
-    48: "torchrun's agents end the ranks",
 }
 """Rows of the table whose required result has no `elapsed_s`, and the reason."""
 
@@ -96,4 +95,4 @@ def test_each_row_compares_the_elapsed_time_or_says_why_not() -> None:
 @pytest.mark.slow
 def test_a_test_without_the_comparison_is_found() -> None:
     assert compares("tests/failure/test_killed.py", "test_row_01_rank_3_is_killed")
-    assert not compares("tests/failure/test_launcher.py", "test_row_27_a_worker_ignores_sigterm")
+    assert not compares("tests/failure/test_launcher.py", "test_row_25_launcher_gets_a_signal")
