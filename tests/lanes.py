@@ -35,6 +35,7 @@ from tests.failure.leftovers import descendants
 from tests.rooms import LOWER_ROOMS, UPPER_ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
+INTERNALS = "tests/internals"
 SHARED_MEMORY = "/dev/shm"
 LOGS = ROOT / ".lanes"
 SOME_FAILED, NO_TESTS = 1, 5
@@ -62,31 +63,41 @@ class Lane(NamedTuple):
 
 
 def _files(folder: str, *stems: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/{stem}.py" for stem in stems if (ROOT / folder / f"{stem}.py").exists())
+    return present(*(f"{folder}/{stem}.py" for stem in stems))
+
+
+def present(*paths: str) -> tuple[str, ...]:
+    """Returns the paths without those in INTERNALS if that folder was deleted. Raises if another one is missing."""
+    has_internals = (ROOT / INTERNALS).exists()
+    present = tuple(path for path in paths if has_internals or not path.startswith(INTERNALS))
+    for path in present:
+        if not (ROOT / path).exists():
+            raise FileNotFoundError(f"a lane names {path}, which does not exist")
+    return present
 
 
 NATIVE = _files(
-    "tests/internals", "test_control_core", "test_control_driver", "test_cpu_sanitizers", "test_cuda_build",
+    INTERNALS, "test_control_core", "test_control_driver", "test_cpu_sanitizers", "test_cuda_build",
     "test_cuda_kernels", "test_cuda_races", "test_interleavings", "test_native",
 )  # fmt: skip
 COMPILERS = _files(
     "tests/contract", "test_c10d_programs", "test_device_mesh", "test_examples",
     "test_gpu_suite", "test_hybrid_sharding", "test_ops_registration", "test_seed_rows",
     "test_symmetric_tensors", "test_tensor_dicts", "test_torch_parallelism", "test_transformers",
-) + _files("tests/internals", "test_collectives_ranks", "test_messages_past_python")  # fmt: skip
+) + _files(INTERNALS, "test_collectives_ranks", "test_messages_past_python")  # fmt: skip
 """Tests whose ranks need torch's compiler or FSDP. They share a lane, in which one fork server imports these."""
 PROGRAMS = _files(
     "tests/contract", "test_c10d_launchers", "test_docs_code", "test_other_systems", "test_package", "test_torch_suite",
 )  # fmt: skip
 RANKS = _files(
-    "tests/internals", "test_areas", "test_control_plane", "test_direct_calls", "test_group_topology_ranks",
+    INTERNALS, "test_areas", "test_control_plane", "test_direct_calls", "test_group_topology_ranks",
     "test_hostile_messages", "test_kernels", "test_message_queue", "test_nccl_calls", "test_nccl_windows_ranks",
     "test_peer_calls",
     "test_peer_communicator", "test_peer_kernels", "test_peer_memory_ranks", "test_thread_names",
     "test_trace", "test_tune", "test_world_store",
 )  # fmt: skip
-FAULTS = "tests/internals/failure"
-FUZZING = _files("tests/internals", "test_fuzzed")
+FAULTS = f"{INTERNALS}/failure"
+FUZZING = _files(INTERNALS, "test_fuzzed")
 """Tests that measure the memory of their own process. They run in a lane whose other tests work in other processes."""
 DISAGREEMENTS = _files(
     "tests/failure", "test_deadlock", "test_divergence", "test_divergence_on_hosts", "test_mismatches",
@@ -97,7 +108,7 @@ _ALL = (
     Lane("ranks", ("tests/contract", *RANKS), but=(*PROGRAMS, *COMPILERS), niceness=3),
     Lane(
         "programs",
-        ("tests/unit", "tests/internals", "tests/gpu", *PROGRAMS),
+        ("tests/unit", INTERNALS, "tests/gpu", *PROGRAMS),
         but=(*NATIVE, FAULTS, *FUZZING, *RANKS, *COMPILERS),
         niceness=3,
     ),
@@ -105,7 +116,7 @@ _ALL = (
     Lane("native", NATIVE, niceness=3),
     Lane("disagreements", DISAGREEMENTS),
 )
-_FOUND = (lane._replace(paths=tuple(path for path in lane.paths if (ROOT / path).exists())) for lane in _ALL)
+_FOUND = (lane._replace(paths=present(*lane.paths)) for lane in _ALL)
 LANES = tuple(lane for lane in _FOUND if lane.paths)
 """Lanes in the order of their start, the longest first. Lanes with `niceness` get less CPU time than the failure
 tests, which must detect failures in time.
@@ -115,10 +126,10 @@ LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "li
 COMPUTING = _files(
     "tests/unit", "test_bounded_store", "test_docs", "test_engine_layouts", "test_faces",
 ) + _files(
-    "tests/internals", "test_codec", "test_codec_hostile", "test_matcher", "test_plan", "test_plan_picture",
+    INTERNALS, "test_codec", "test_codec_hostile", "test_matcher", "test_plan", "test_plan_picture",
     "test_wire",
 )  # fmt: skip
-UNITS = ("tests/unit", "tests/internals")
+UNITS = present("tests/unit", INTERNALS)
 WITHOUT_TORCH = ("layout",)
 """Sub-packages whose unit tests run without torch, whose import takes seconds."""
 WITH_RANKS = (
@@ -126,7 +137,7 @@ WITH_RANKS = (
     *FUZZING,
     *RANKS,
     *_files(
-        "tests/internals", "test_agreement", "test_bench_command", "test_benchmarks", "test_collectives_ranks",
+        INTERNALS, "test_agreement", "test_bench_command", "test_benchmarks", "test_collectives_ranks",
         "test_commands", "test_domains", "test_host_names", "test_meeting", "test_messages_past_python",
         "test_nccl_deadlines", "test_progress", "test_reports", "test_roll", "test_signals", "test_store_answers",
         "test_streams", "test_waiting",

@@ -34,6 +34,17 @@ def test_each_file_of_the_suite_is_in_one_lane() -> None:
     assert found == Counter(set((ROOT / "tests").rglob("test_*.py")) - others)
 
 
+def test_a_missing_file_of_a_lane_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "ROOT", tmp_path)
+    (tmp_path / "test_one.py").touch()
+    internal = f"{lanes.INTERNALS}/test_two.py"
+    assert lanes.present("test_one.py", internal) == ("test_one.py",), "without the folder"
+    (tmp_path / lanes.INTERNALS).mkdir(parents=True)
+    for missing in ("test_three.py", internal):
+        with pytest.raises(FileNotFoundError, match=f"a lane names {missing}, which does not exist"):
+            lanes.present("test_one.py", missing)
+
+
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "LOGS", tmp_path)
