@@ -9,9 +9,9 @@
 Each lane logs to `.lanes/NAME.log`. At the end, the output of failed lanes and the summaries of the others are printed.
 At most one more lane runs than there are cores, because many ranks must detect something in time. Up to MOST_AGAIN
 failed tests run again, alone on the machine. The last line counts all tests as pytest does, and names the repeated
-ones. The exit code is 1 if a lane failed in the second run, too, or ran no test, or if more than MOST_FLAKES tests
-passed only in the second run, or if the lanes lack a line of `tests/promises.txt`. Ctrl-C ends all lanes with their
-descendants.
+ones with their result. The exit code is 1 if a test failed again, or a lane ran no test, or if more than MOST_FLAKES
+tests passed only in the second run, or if the lanes lack a line of `tests/promises.txt`. Ctrl-C ends all lanes with
+their descendants.
 """
 
 from __future__ import annotations
@@ -301,10 +301,13 @@ def counts_of(text: str) -> Counter[str]:
     return Counter()
 
 
-def last_line(total: Counter[str], seconds: float, again: Sequence[str] = ()) -> str:
+def last_line(total: Counter[str], seconds: float, flakes: Sequence[str] = (), failed: Sequence[str] = ()) -> str:
     words = [f"{total[word]} {word}" for word in ORDER if total[word] or word in ("passed", "failed", "skipped")]
-    retried = f"; passed only when run again: {', '.join(again)}" if again else ""
-    return f"{', '.join(words)} in {seconds:.2f}s{retried}"
+    line = f"{', '.join(words)} in {seconds:.2f}s"
+    for what, names in (("passed only when run again", flakes), ("failed twice", failed)):
+        if names:
+            line += f"; {what}: {', '.join(names)}"
+    return line
 
 
 def ended(runs: Sequence[Run]) -> Iterator[Run]:
@@ -355,10 +358,16 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
         run.report()
     names = [run.failures() for run in failed]
     again = sorted(name for each in names for name in each)
-    flakes: list[str] = []
-    if all(names) and 0 < len(again) <= MOST_AGAIN and _passes(again):
-        failed, flakes = [], again
-        total.update({"passed": len(again), "failed": -total["failed"], "error": -total["error"]})
+    flakes, twice = list[str](), list[str]()
+    if all(names) and 0 < len(again) <= MOST_AGAIN:
+        second = _run_again(again)
+        twice = second.failures() or (again if second.failed else [])
+        flakes = [name for name in again if name not in twice]
+        failed = failed if twice else []
+    if flakes:
+        counts = second.counts()
+        total.update({word: counts[word] - total[word] for word in ("failed", "error")})
+        total["passed"] += counts["passed"]
     lost = [] if options or not set(LANES) <= set(lanes) else _lost_promises(collected)
     if lost:
         print(f"tests/promises.txt isn't what the tests hold, in {len(lost)} lines:", *lost[:20], sep="\n    ")
@@ -366,7 +375,7 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
         print(
             f"{len(flakes)} tests passed only when run again, more than {MOST_FLAKES}: the run has failed", flush=True
         )
-    print(last_line(total, time.monotonic() - started_s, flakes), flush=True)
+    print(last_line(total, time.monotonic() - started_s, flakes, twice), flush=True)
     ran = total["passed"] > 0 or not any(lane.paths for lane in lanes)
     return 0 if ran and not failed and not lost and len(flakes) <= MOST_FLAKES else 1
 
@@ -375,7 +384,7 @@ def _lost_promises(collected: Path) -> list[str]:
     return promises.problems(promises.promises_of(collected.read_text(encoding="utf-8").splitlines()))
 
 
-def _passes(names: Sequence[str]) -> bool:
+def _run_again(names: Sequence[str]) -> Run:
     run = Run(Lane("again", tuple(names)), ())
     print(f"again, alone: {len(names)} tests in {run.log.relative_to(ROOT)}", flush=True)
     try:
@@ -383,7 +392,7 @@ def _passes(names: Sequence[str]) -> bool:
     finally:
         run.kill()
     run.report()
-    return not run.failed
+    return run
 
 
 def _stop(number: int, frame: object) -> None:

@@ -62,7 +62,9 @@ def test_a_lane_that_fails_is_printed_and_counted(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     for name in ("fails", "again"):
         assert "assert 1 == 2" in said.partition(f"== lane {name} ==")[2].partition("== lane ")[0]
-    assert said.splitlines()[-1].startswith("2 passed, 1 failed, 1 skipped in ")
+    last = said.splitlines()[-1]
+    assert last.startswith("2 passed, 1 failed, 1 skipped in ")
+    assert last.endswith("s; failed twice: test_fails.py::test_no")
     assert lanes.main(options, [passes, empty]) == 0, "a lane in which the options leave nothing over"
     assert capsys.readouterr().out.splitlines()[-1].startswith("2 passed, 0 failed, 0 skipped in ")
     assert lanes.main([], [empty]) == 1, "all were asked for"
@@ -80,6 +82,13 @@ def test_what_passes_when_run_again_is_named_and_few_may(
     last = said.splitlines()[-1]
     assert last.startswith("2 passed, 0 failed, 0 skipped in ")
     assert last.endswith("; passed only when run again: test_busy.py::test_late[3 ranks]")
+    (tmp_path / "3 ranks").unlink()
+    (tmp_path / "test_fails.py").write_text(FAILS)
+    assert lanes.main([], [lane, Lane("fails", ("test_fails.py",))]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("2 passed, 1 failed, 1 skipped in ")
+    named = "passed only when run again: test_busy.py::test_late[3 ranks]; failed twice: test_fails.py::test_no"
+    assert last.endswith(f"s; {named}")
     (tmp_path / "3 ranks").unlink()
     monkeypatch.setattr(lanes, "MOST_FLAKES", 0)
     assert lanes.main([], [lane]) == 1, "more than may hide"
