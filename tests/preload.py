@@ -28,7 +28,7 @@ _MADV_COLLAPSE = 25
 
 
 def collapse_heap() -> None:
-    """Needs Linux 6.1. Forking and exiting with 170 MB takes 26 ms in 4 KiB pages, 8 ms in huge ones."""
+    """Moves the heap into huge pages (Linux 6.1). Forking and exiting with 170 MB takes 8 ms instead of 26 ms."""
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, access, *_, name = [*line.split(maxsplit=5), ""][:6]

@@ -109,7 +109,7 @@ def local_master_first() -> Iterator[None]:
 
 @contextmanager
 def _leader_first(find: Callable[[GroupCoordinator, list[list[int]]], Sequence[int]]) -> Iterator[None]:
-    """`find(world, nodes)` returns ranks, this one among them. Runs the body on the first, then on the others."""
+    """Runs the body on the first of the ranks that `find(world, nodes)` returns, then on the others of them."""
     with _world_or_default_group() as found:
         if found is None:
             yield

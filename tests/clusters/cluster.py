@@ -72,7 +72,7 @@ class Command:
 
 
 class Cluster(Hosts):
-    """Hosts n1, n2, …; `folder` is shared, like this machine's other files."""
+    """Simulated hosts n1, n2, …, which share all files of this machine."""
 
     def __init__(self, folder: Path, hosts: int | Sequence[Host] = 2) -> None:
         super().__init__(hosts)

@@ -103,7 +103,7 @@ def test_a_second_network_that_does_not_lead_to_the_others(cluster: Cluster) -> 
 
 
 def test_a_loopback_name(cluster: Cluster) -> None:
-    """As Debian's installer does: each host resolves its own name to 127.0.1.1."""
+    """Each host resolves its own name to 127.0.1.1, as after an installation of Debian."""
     for host, name in enumerate(cluster.names):
         other = 1 - host
         names = f"127.0.0.1 localhost\n127.0.1.1 {name}\n{cluster.addresses[other]} {cluster.names[other]}\n"

@@ -43,7 +43,7 @@ def test_a_process_for_each_rank(cluster: Cluster) -> None:
 
 
 def _late_names(cluster: Cluster, pods: Sequence[Command], source: str, after: str) -> None:
-    """The leader's name appears when a pod has printed `after`. Its own host resolves it from the start."""
+    """The leader's host resolves its own name at once, other hosts only after a pod has printed `after`."""
     names = names_with_leader(cluster)
     cluster.write_names(names, [0])
     time.sleep(LATE_S)

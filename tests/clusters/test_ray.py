@@ -22,7 +22,7 @@ PORT = 6379
 
 @contextmanager
 def _ray(cluster: Cluster) -> Iterator[str]:
-    """A short folder keeps socket paths short."""
+    """Yields Ray's address. The folder's path is short, because paths of sockets have a limit."""
     folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))
     command = [str(path_of("ray")), "start", "--block", "--num-cpus", "2", "--num-gpus", "2"]
     command += ["--object-store-memory", "100000000", "--disable-usage-stats"]

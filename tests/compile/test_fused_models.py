@@ -57,7 +57,7 @@ def _options(backend: str, fusion: ps.AllReduceFusionPass | None) -> dict[str, A
 
 
 def _without_kept_graphs(body: Callable[..., Any], *args: Any) -> Any:
-    """Cached graphs would bypass the pass; cached C++ kernels stay in use."""
+    """Runs `body` without torch's cached graphs, which would bypass the pass. Cached C++ kernels stay in use."""
     import torch._functorch.config
     import torch._inductor.config
 

@@ -23,7 +23,7 @@ def _without_beta_warnings() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].name}-{case[1]}")
 def carrier(request: pytest.FixtureRequest) -> Carrier:
-    """Its scope is the module, so that pytest runs a case's tests together: a new layout makes new groups."""
+    """Has the scope `module`, so that pytest runs all tests of a case together: each change of case makes groups."""
     return _carrier(*request.param, request)
 
 

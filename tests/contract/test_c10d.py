@@ -367,7 +367,7 @@ def test_nothing_stays_of_a_group_that_was_destroyed(pools: Pools) -> None:
 
 
 def make_a_group_of_ones_own() -> None:
-    """As Megatron does: torch then gives these groups the same name."""
+    """Each rank creates only its own group, as in Megatron. torch then gives both groups the same name."""
     with torch_world() as (rank, _):
         mine = [0, 1] if rank < 2 else [2, 3]
         if rank == 3:

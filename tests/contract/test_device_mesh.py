@@ -202,7 +202,6 @@ def _permuted() -> dict[str, Any]:
 
 
 def test_another_order_and_a_part_of_the_world(pools: Pools) -> None:
-    """With the pipeline fastest, rank = pp + 2 · dp + 4 · tp."""
     for rank, facts in enumerate(pools(8).run(_permuted, timeout_s=DEADLINE_S)):
         around = [each + rank // 2 % 2 * 2 for each in (0, 1, 4, 5)]
         assert facts["around cp"] == (around, _sum_of(around))

@@ -124,8 +124,8 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
-    """A group with its own process groups, for tests that make it fail. All ranks must enter it. "route" acts as if
-    not all ranks were connected."""
+    """A group with its own process groups, for tests that make it fail. All ranks must enter it. `over`: "queue"
+    (shared memory), "connections", or "route" (not all ranks are connected)."""
     world = ps.get_world_group()
     with pytest.MonkeyPatch.context() as patch, as_too_many_to_mesh() if over == "route" else contextlib.nullcontext():
         if over != "queue":
@@ -181,7 +181,6 @@ def test_broadcast_object_from_every_source(pools: Pools, world_size: int) -> No
 
 
 def broadcast_sizes() -> list[int]:
-    """Returns how many transfers each size needs."""
     group = ps.get_world_group()
     flags = [torch.tensor(i) for i in range(5)]
     transfers: dict[int, int] = {}

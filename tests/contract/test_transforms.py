@@ -38,7 +38,7 @@ def _weighted(member: Member, op: Op, xs: Sequence[Tensor]) -> Tensor:
 
 
 def _has_gradient(member: Member, op: Op) -> bool:
-    """False in a simulated group if slices differ: its other ranks have this rank's gradients."""
+    """False in a simulated group, whose ranks have equal gradients, if the op gives each rank another slice."""
     return not member.simulated or op.name.startswith(("all_reduce", "all_gather"))
 
 

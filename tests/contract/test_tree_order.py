@@ -108,7 +108,7 @@ def _layer() -> tuple[Tensor, Tensor]:
 
 
 def _products(x: Tensor, weight: Tensor) -> list[Tensor]:
-    """One product of equal shape and strides for each block of the inner dim, wherever the block is computed."""
+    """Returns a product for each block of the inner dim. Shapes and strides, and so bits, are equal on any rank."""
     blocks = zip(x.split(BLOCK, 1), weight.split(BLOCK, 0), strict=True)
     return [a.contiguous() @ b.contiguous() for a, b in blocks]
 

@@ -140,8 +140,6 @@ def _until_told(folder: str, victims: tuple[int, ...], how: str) -> tuple[Outcom
     ids=str,
 )
 def test_row_53_the_lead_of_a_host_goes(tmp_path: Path, victims: tuple[int, ...], how: str) -> None:
-    """Each rank is connected to all others, so this needs no lead."""
-
     def trial(folder: Path) -> float:
         with _hosts() as two, _ranks(two) as ranks:
             found = ranks.survivors(_until_told, str(folder), victims, how, timeout_s=DEADLINE_S)

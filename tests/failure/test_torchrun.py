@@ -104,7 +104,6 @@ def test_torchrun_starts_all_again(tmp_path: Path) -> None:
     ],
 )
 def test_row_48_torchrun_over_two_hosts(tmp_path: Path, rendezvous: str, how: str, counts: list[str] | None) -> None:
-    """Over c10d, if workers of both hosts fail, it is chance which agent sees a change of members."""
     problem = hosts.problem()
     if problem is not None:
         pytest.skip(f"two hosts can't be made: {problem}")

@@ -90,7 +90,7 @@ def _again_body(nccl: str, rounds: int) -> list[int]:
 
 
 def _used_bytes() -> int:
-    """The least of five, because the peer on this GPU may still be exiting."""
+    """Returns the GPU's used memory: the least of five values, because a peer may still be exiting."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     found = []

@@ -45,7 +45,7 @@ FORMS = (Form((7,)), Form((4, 3)), Form((4, 6), "transposed"), Form((4, 5), "str
 
 
 def _on_device(x: Tensor) -> Tensor:
-    """As bytes: other copies don't support all dtypes."""
+    """Copies `x` as bytes, because other copies don't support all dtypes."""
     memory = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).to(device(), copy=True)
     return memory.view(x.dtype).as_strided(x.size(), x.stride(), x.storage_offset())
 

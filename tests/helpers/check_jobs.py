@@ -61,7 +61,7 @@ def run_check(
     absent: Sequence[int] = (),
     port: int = 21_000,
 ) -> Ended:
-    """One rank per entry of `placement` (its host) except `absent` ones. None unsets a variable."""
+    """Runs `check` with one rank for each host in `placement`, except `absent` ranks. Unsets variables of None."""
     context = fork_context()
     began = time.monotonic()
     address = hosts.addresses[placement[0]] if hosts is not None else "127.0.0.1"

@@ -12,7 +12,7 @@ from device_communicators.base.errors import InvalidArgumentError
 
 
 def machine(nodes: int, caches: int, physical: int, threads: int) -> list[Core]:
-    """As on x86 servers: the first threads of all nodes, then the second ones."""
+    """Numbers cores as x86 servers do: the first threads of all nodes, then the second threads."""
     total = nodes * caches * physical
     return [
         Core(thread * total + core, core, core // physical * physical, core // (caches * physical))

@@ -138,7 +138,6 @@ def _choice_body(env: Env) -> dict[str, list[str]]:
 
 
 def _without_room(group: GroupCoordinator, x: Tensor) -> None:
-    """With no blocks, any row is too long for the device."""
     group.all_reduce(x)
     made = group.route.communicators[0].group  # type: ignore[attr-defined]
     made.max_blocks, kept = 0, made.max_blocks

@@ -425,7 +425,6 @@ def test_kinds_are_what_their_lists_of_ranks_are() -> None:
 
 
 def test_experts_that_took_the_tensor_parallel_size_over_can_be_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--etp 1` changes no given size, so it is the smallest change."""
     assert main(["plan", "--world-size", "32", "--tp", "8", "--ep", "8"]) == 2
     assert "smallest change: --etp 1 (from 8, the tensor-parallel size unless given)" in capsys.readouterr().err
     assert main(["plan", "--world-size", "32", "--tp", "8", "--ep", "8", "--etp", "1"]) == 0

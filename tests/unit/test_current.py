@@ -264,7 +264,7 @@ def _within(groups: ps.ParallelGroups, function: Any) -> Any:
 
 
 class Deep(torch.autograd.Function):
-    """Below some depth autograd uses another thread."""
+    """Runs a backward in each backward, `depth` times. Below some depth autograd uses another thread."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, depth: int, seen: list[Any]) -> Tensor:

@@ -33,7 +33,7 @@ NOTATIONS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def scontrol(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration, which `scontrol` reads even without a daemon."""
+    """Writes a configuration, which `scontrol` needs even without a daemon."""
     if shutil.which("scontrol") is None:
         pytest.skip("scontrol not found (make test-clusters installs SLURM on a Debian)")
     file = tmp_path_factory.mktemp("slurm") / "slurm.conf"

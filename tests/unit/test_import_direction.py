@@ -68,7 +68,7 @@ SOURCES = sources()
 
 
 def imports_of(source: Source) -> Iterator[Import]:
-    """At any depth, and also for annotations. `from a import b` yields `a` and `a.b`."""
+    """Yields imports at any depth, also those for annotations. `from a import b` yields `a` and `a.b`."""
     for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (Import(alias.name, node.lineno) for alias in node.names)

@@ -191,7 +191,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
 
 
 def private_names(path: str, *, strict: bool = False) -> Iterator[tuple[int, str]]:
-    """`strict`: also private attributes of any other object."""
+    """Yields torch's private names. `strict`: also private attributes of any other object."""
     nodes = nodes_of(ROOT / path)
     roots: dict[str, str] = {}
     for node in nodes:
