@@ -100,10 +100,10 @@ class HostMemory:
     def has_subtrees(self) -> bool:
         """Returns True if sums in tree order (TREE_SUM) are possible: each memory domain computes a subtree.
 
-        They need at most 64 domains, which are blocks of consecutive ranks of one size; only the last can be smaller.
+        They need at most 64 domains, each with as many consecutive ranks as the first.
         """
         ranks, each = range(len(self.members.ranks)), len(self.domains[0])
-        blocks = tuple(tuple(ranks[start : start + each]) for start in ranks[::each])
+        blocks = tuple(tuple(range(start, start + each)) for start in ranks[::each])
         return self.domains == blocks and len(blocks) <= MAX_RANKS
 
     def attach(

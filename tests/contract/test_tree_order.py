@@ -97,6 +97,15 @@ def test_hosts_have_the_bits_of_one_host(pools: Pools, on_hosts: OnHosts) -> Non
     assert on_two.run(_with_rounding_between_hosts, timeout_s=DEADLINE_S) == on_one[torch.bfloat16]
 
 
+def _refused_on_hosts() -> None:
+    with pytest.raises(UnsupportedError, match="equally many ranks"):
+        ps.get_tp_group().all_reduce(torch.ones(4), order="tree")
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused(on_hosts: OnHosts) -> None:
+    on_hosts((0, 0, 0, 1)).run(_refused_on_hosts, tp=4, timeout_s=DEADLINE_S)
+
+
 BLOCKS, TOKENS, BLOCK, HIDDEN = 8, 5, 48, 72
 
 
