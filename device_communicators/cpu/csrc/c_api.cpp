@@ -29,6 +29,19 @@ int with(std::uint64_t group, std::uint64_t word, std::uint64_t shape, Call call
   }));
 }
 
+template <typename... Parameters, typename... Arguments>
+int with(std::uint64_t group, std::uint64_t word, std::uint64_t shape, Status (Group::*call)(Parameters...),
+         Arguments... arguments) {
+  return with(group, word, shape, [=](Group& self, double timeout_s) { return (self.*call)(arguments..., timeout_s); });
+}
+
+// A closed group returns zero.
+template <typename Function>
+auto of(std::uint64_t group, Function function) -> decltype(function(std::declval<Handle&>())) {
+  if (const std::shared_ptr<Handle> handle = find(group)) return function(*handle);
+  return decltype(function(std::declval<Handle&>()))();
+}
+
 std::int64_t* show(const Shown& shown, std::int64_t* out) {
   *out++ = static_cast<std::int64_t>(shown.told.word);
   *out++ = static_cast<std::int64_t>(shown.told.shape);
@@ -42,7 +55,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 23; }
+int ps_version() { return 24; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
@@ -108,22 +121,19 @@ int ps_group_span(std::uint64_t group, int rank, int size, const int* host_of_ra
 
 void ps_group_arenas(std::uint64_t group, void* const* first_pages, std::size_t bytes, int descriptor,
                      std::size_t file_offset) {
-  if (const std::shared_ptr<Handle> handle = find(group)) {
-    handle->set_arenas(first_pages, bytes, descriptor, file_offset);
-  }
+  of(group, [=](Handle& handle) { handle.set_arenas(first_pages, bytes, descriptor, file_offset); });
 }
 
 void ps_group_areas(std::uint64_t group, int ranks, std::int64_t from_bytes) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->set_areas(ranks, from_bytes);
+  of(group, [=](Handle& handle) { handle.set_areas(ranks, from_bytes); });
 }
 std::uint64_t ps_group_crossed_bytes(std::uint64_t group) {
-  const std::shared_ptr<Handle> handle = find(group);
-  return handle == nullptr ? 0 : handle->crossed_bytes();
+  return of(group, [](Handle& handle) { return handle.crossed_bytes(); });
 }
 
 void* ps_group_allocate(std::uint64_t group, std::size_t bytes) {
-  const std::shared_ptr<Handle> handle = find(group);
-  return handle == nullptr || handle->arena() == nullptr ? nullptr : handle->arena()->allocate(bytes);
+  return of(group,
+            [=](Handle& handle) { return handle.arena() == nullptr ? nullptr : handle.arena()->allocate(bytes); });
 }
 
 std::uint64_t ps_group_arena(std::uint64_t group, int trims) {
@@ -147,18 +157,17 @@ std::uint64_t ps_backed_bytes(void* memory, std::size_t bytes) {
 }
 
 void ps_group_leave(std::uint64_t group) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->leave_group();
+  of(group, [](Handle& handle) { handle.leave_group(); });
 }
 
 void ps_group_timeout(std::uint64_t group, double timeout_s) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->set_timeout(timeout_s);
+  of(group, [=](Handle& handle) { handle.set_timeout(timeout_s); });
 }
 
 void ps_wait_gently(int gently) { wait_gently(gently != 0); }
 
 int ps_group_has_left(std::uint64_t group, int rank) {
-  const std::shared_ptr<Handle> handle = find(group);
-  return handle != nullptr && handle->has_left(rank);
+  return of(group, [=](Handle& handle) { return handle.has_left(rank) ? 1 : 0; });
 }
 
 int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, int count, const int* domain,
@@ -171,11 +180,11 @@ int ps_group_listen(std::uint64_t group, std::int64_t stay, const int* ranks, in
 }
 
 void ps_group_doom(std::uint64_t group) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->liveness().doom();
+  of(group, [](Handle& handle) { handle.liveness().doom(); });
 }
 
 void ps_group_fail(std::uint64_t group, int status, int suspect) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->fail(status, suspect);
+  of(group, [=](Handle& handle) { handle.fail(status, suspect); });
 }
 
 // Memory is freed after the last call and the last tensor.
@@ -213,8 +222,7 @@ void ps_stop_serving(const char* key) { stop_serving(key); }
 
 // The calls are this rank's and the other's, each with 64 sizes of parts.
 void ps_group_failure(std::uint64_t group, std::int64_t* out) {
-  const std::shared_ptr<Handle> handle = find(group);
-  const Failure failure = handle == nullptr ? Failure{} : handle->failure();
+  const Failure failure = of(group, [](Handle& handle) { return handle.failure(); });
   *out++ = failure.suspect;
   *out++ = static_cast<std::int64_t>(failure.elapsed_s * 1e6);
   *out++ = failure.reporter;
@@ -226,8 +234,7 @@ void ps_group_failure(std::uint64_t group, std::int64_t* out) {
 }
 
 void ps_group_failure_text(std::uint64_t group, char* out, int capacity) {
-  const std::shared_ptr<Handle> handle = find(group);
-  const std::string text = handle == nullptr ? std::string() : handle->failure().text;
+  const std::string text = of(group, [](Handle& handle) { return handle.failure().text; });
   if (capacity > 0) out[text.copy(out, static_cast<std::size_t>(capacity) - 1)] = '\0';
 }
 
@@ -242,16 +249,15 @@ int ps_group_enter(std::uint64_t group) {
 }
 
 void ps_group_exit(std::uint64_t group) {
-  if (const std::shared_ptr<Handle> handle = find(group)) handle->release();
+  of(group, [](Handle& handle) { handle.release(); });
 }
 
 int ps_group_is_busy(std::uint64_t group) {
-  const std::shared_ptr<Handle> handle = find(group);
-  return handle != nullptr && handle->is_busy();
+  return of(group, [](Handle& handle) { return handle.is_busy() ? 1 : 0; });
 }
 
 int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
-  return with(group, word, shape, [](Group& self, double timeout_s) { return self.compare(timeout_s); });
+  return with(group, word, shape, &Group::compare);
 }
 
 int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, int src, std::int64_t spin_ns) {
@@ -320,50 +326,43 @@ void ps_served_recorded(const char* key, std::int64_t* out) {
 }
 
 int ps_barrier(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
-  return with(group, word, shape, [](Group& self, double timeout_s) { return self.barrier(timeout_s); });
+  return with(group, word, shape, &Group::barrier);
 }
 
 int ps_all_reduce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                   std::size_t count, int dtype, int op) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.all_reduce(out, in, count, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
-  });
+  return with(group, word, shape, &Group::all_reduce, out, in, count, static_cast<Dtype>(dtype),
+              static_cast<ReduceOp>(op));
 }
 
 int ps_reduce_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                       std::size_t outer, std::size_t inner, int dtype, int op) {
-  return with(group, word, shape, [=](Group& self, double timeout_s) {
-    return self.reduce_scatter(out, in, outer, inner, static_cast<Dtype>(dtype), static_cast<ReduceOp>(op), timeout_s);
-  });
+  return with(group, word, shape, &Group::reduce_scatter, out, in, outer, inner, static_cast<Dtype>(dtype),
+              static_cast<ReduceOp>(op));
 }
 
 int ps_all_gather(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                   std::size_t outer, std::size_t inner_bytes) {
-  return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.all_gather(out, in, outer, inner_bytes, timeout_s); });
+  return with(group, word, shape, &Group::all_gather, out, in, outer, inner_bytes);
 }
 
 int ps_gatherv(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* const* outs,
                const std::size_t* bytes, const void* in, int dst) {
-  return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.gatherv(outs, bytes, in, dst, timeout_s); });
+  return with(group, word, shape, &Group::gatherv, outs, bytes, in, dst);
 }
 
 int ps_broadcast(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* data, std::size_t bytes, int src) {
-  return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.broadcast(data, bytes, src, timeout_s); });
+  return with(group, word, shape, &Group::broadcast, data, bytes, src);
 }
 
 int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                std::size_t bytes, int src) {
-  return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.scatter(out, in, bytes, src, timeout_s); });
+  return with(group, word, shape, &Group::scatter, out, in, bytes, src);
 }
 
 int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                   const std::size_t* out_bytes, const std::size_t* in_bytes) {
-  return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.all_to_all(out, in, out_bytes, in_bytes, timeout_s); });
+  return with(group, word, shape, &Group::all_to_all, out, in, out_bytes, in_bytes);
 }
 
 int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out,

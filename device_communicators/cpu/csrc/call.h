@@ -50,6 +50,28 @@ struct Told {
   std::uint64_t shape = 0;
 };
 
+inline bool operator==(Told one, Told other) { return one.word == other.word && one.shape == other.shape; }
+
+// One call of a rank. It is the head of each message between hosts, and is published with each tick within a host.
+struct CallRecord {
+  static constexpr std::uint16_t kMagic = 0x3150;
+  static constexpr std::uint16_t kBody = 1, kFailure = 2, kLeave = 3;
+
+  std::uint16_t magic = kMagic;
+  std::uint16_t kind = kBody;
+  std::uint32_t sequence = 0;
+  std::uint64_t bytes = 0;  // of the body; within a host: how many sizes of parts are published
+  Told told;
+  std::uint64_t history = 0;  // digest of this and all earlier calls
+  std::uint64_t sizes = 0;    // all_to_all with even blocks: 1 + the bytes of each; else 0
+  Told earlier;
+};
+static_assert(sizeof(CallRecord) == 64, "one cache line");
+
+inline bool is_same_call(const CallRecord& own, const CallRecord& other) {
+  return own.history == other.history && own.sequence == other.sequence;
+}
+
 // -1: none.
 struct Misfit {
   int from = -1;
@@ -108,8 +130,6 @@ inline std::uint64_t note_of_call(Kind kind, Told told, std::uint64_t digest, in
                               static_cast<std::uint64_t>(root + 1) << 16;
   return mixed(facts * 0x9e3779b97f4a7c15ULL + (told.word & ~kVariants) + digest);
 }
-
-constexpr std::uint64_t kNoCall = 0;
 
 #define RETURN_IF_FAILED(expression)              \
   do {                                            \

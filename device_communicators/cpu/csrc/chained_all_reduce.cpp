@@ -18,8 +18,7 @@ void HostGroup::set_areas(int ranks, std::int64_t from_bytes) {
 // of chunk i-1, A of chunk i, C of chunk i-3, D of chunk i-4, which hides delays of the previous area. Eight slots,
 // halves of the large ones, are enough: a rank that published B of chunk c + 4 has done D of chunk c, and all have
 // before A of chunk c + 8.
-Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op,
-                                     std::uint64_t call) {
+Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op) {
   constexpr std::size_t kSlots = 2 * kLargeSlots, kFetch = 3, kShare = 4;
   const int ranks = area_ranks_, first = rank_ / ranks * ranks, index = rank_ - first;
   const bool begins = first == 0, ends = first + ranks == size_;
@@ -34,15 +33,15 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
   };
   const auto sums = [&](int owner, std::size_t chunk) { return slice(owner, chunk, ranks); };
   RETURN_IF_FAILED(reuse(0));
-  publish(call);
+  publish();
   for (int slot = 0; slot < kLargeSlots; ++slot) RETURN_IF_FAILED(reuse(large_used_[slot]));
   for (std::size_t step = 0; step < slices.chunks + kShare; ++step) {
     RETURN_IF_FAILED(reuse(0));
     if (step >= 1 && step <= slices.chunks) {
       const std::size_t chunk = step - 1, start = slices.start(chunk, index) * width;
       const std::size_t length = slices.length(chunk, index);
-      RETURN_IF_FAILED(wait_ranks(first, first + ranks, written[chunk % kSlots], call));
-      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1, call));
+      RETURN_IF_FAILED(wait_ranks(first, first + ranks, written[chunk % kSlots]));
+      if (!begins) RETURN_IF_FAILED(wait_one(rank_ - ranks, tick_ + 1));
       const void* sources[kMaxRanks];
       int sources_count = 0;
       if (!begins) {
@@ -55,30 +54,30 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
       char* const to = ends ? slice(rank_, chunk, index) : sums(rank_, chunk);
       reduce(to, sources, begins ? 0 : 1, sources_count, length, ends ? size_ : 0);
       if (ends) copy(out + start, to, length * width);
-      reduced[chunk % kSlots] = publish(call);
+      reduced[chunk % kSlots] = publish();
     }
     if (step < slices.chunks) {
-      if (step >= kSlots) RETURN_IF_FAILED(wait_all(reduced[(step - kSlots + kShare) % kSlots], call));
+      if (step >= kSlots) RETURN_IF_FAILED(wait_all(reduced[(step - kSlots + kShare) % kSlots]));
       for (int other = 0; other < ranks; ++other) {
         if (other == index) continue;
         copy(slice(rank_, step, other), in + slices.start(step, other) * width, slices.length(step, other) * width);
       }
-      written[step % kSlots] = publish(call);
+      written[step % kSlots] = publish();
     }
     if (step >= kFetch && step < slices.chunks + kFetch) {
       const std::size_t chunk = step - kFetch, bytes = slices.length(chunk, index) * width;
       if (!ends) {
-        RETURN_IF_FAILED(wait_one(finisher, reduced[chunk % kSlots], call));
+        RETURN_IF_FAILED(wait_one(finisher, reduced[chunk % kSlots]));
         char* const to = slice(rank_, chunk, index);
         copy(to, slice(finisher, chunk, index), bytes);
         note_read(finisher, bytes);
         copy(out + slices.start(chunk, index) * width, to, bytes);
       }
-      fetched[chunk % kSlots] = publish(call);
+      fetched[chunk % kSlots] = publish();
     }
     if (step >= kShare) {
       const std::size_t chunk = step - kShare;
-      RETURN_IF_FAILED(wait_ranks(first, first + ranks, fetched[chunk % kSlots], call));
+      RETURN_IF_FAILED(wait_ranks(first, first + ranks, fetched[chunk % kSlots]));
       for (int away = 1; away < ranks; ++away) {
         const int other = (index + away) % ranks;
         copy(out + slices.start(chunk, other) * width, slice(first + other, chunk, other),
@@ -87,13 +86,13 @@ Status HostGroup::chained_all_reduce(char* out, const char* in, std::size_t coun
     }
   }
   // All ranks have left this call if they publish anything later.
-  std::fill_n(large_used_, kLargeSlots, publish(call) - 1);
+  std::fill_n(large_used_, kLargeSlots, publish() - 1);
   return Status::kDone;
 }
 
 // The awaited rank may wait itself: the rank with the lowest tick holds up all.
 int HostGroup::last_of_all() const {
-  int last = suspect_;
+  int last = failure_.suspect;
   for (int rank = 0; rank < size_; ++rank) {
     if (lines_[rank].read() < lines_[last].read()) last = rank;
   }

@@ -284,15 +284,12 @@ bool Link::read_stripe(std::size_t index) {
 }
 
 void Link::poll_for(std::vector<pollfd>* polled) const {
-  const auto add = [polled](int descriptor, bool sends, bool receives) {
-    if (!sends && !receives) return;
-    polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
-  };
   auto& inbox = const_cast<Inbox&>(in);
   iovec pieces[2];
-  add(descriptors_[0], !out_.is_idle() && !broken_, wants_to_read() && inbox.room(pieces) > 0);
+  add_polled(polled, descriptors_[0], !out_.is_idle() && !broken_, wants_to_read() && inbox.room(pieces) > 0);
   for (std::size_t index = 0; index < stripes_.size(); ++index) {
-    add(descriptors_[index + 1], !stripes_[index].is_idle() && !broken_, inbox.stripe_at(index).missing > 0);
+    add_polled(polled, descriptors_[index + 1], !stripes_[index].is_idle() && !broken_,
+               inbox.stripe_at(index).missing > 0);
   }
 }
 

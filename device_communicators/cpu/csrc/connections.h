@@ -19,32 +19,6 @@
 
 namespace parallel_state {
 
-struct CallRecord {
-  static constexpr std::uint16_t kMagic = 0x3150;
-  static constexpr std::uint16_t kBody = 1, kFailure = 2, kLeave = 3;
-
-  std::uint16_t magic = kMagic;
-  std::uint16_t kind = kBody;
-  std::uint32_t sequence = 0;
-  std::uint64_t bytes = 0;
-  std::uint64_t word = 0, shape = 0;
-  std::uint64_t history = 0;
-  std::uint64_t sizes = 0;  // all_to_all with even blocks: 1 + the bytes of each; else 0
-  std::uint64_t earlier = 0, earlier_shape = 0;
-};
-static_assert(sizeof(CallRecord) == 64, "the head of every message");
-
-inline bool is_same_call(const CallRecord& own, const CallRecord& other) {
-  return own.history == other.history && own.sequence == other.sequence;
-}
-
-// The body of a kFailure message.
-struct FailureNote {
-  std::int64_t status = 0, suspect = -1, reporter = -1;
-  Misfit misfit;
-  Shown expected, found;
-};
-
 class Inbox {
  public:
   enum class State { kHead, kChosen, kBody, kDiffers, kFailed, kLeft, kForeign };

@@ -1,10 +1,13 @@
 // The caller keeps all memory until the call returns. Not thread-safe.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
+#include "block_sizes.h"
 #include "call.h"
 #include "reduce.h"
 #include "tuning.h"
@@ -49,6 +52,15 @@ struct Shown {
   Told told;
   std::uint64_t parts[kMaxRanks] = {};
   int count = 0;
+};
+
+// Also the body of a kFailure message between hosts.
+struct FailureNote {
+  int status = 0;     // a Status
+  int suspect = -1;   // kOutside: a rank outside the group
+  int reporter = -1;  // -1: this rank detected the failure
+  Misfit misfit;
+  Shown expected, found;
 };
 
 class Group {
@@ -107,28 +119,32 @@ class Group {
   int last() const { return last_; }
   std::uint64_t method() const { return told_.word & 255; }
 
-  int suspect() const { return suspect_; }    // kOutside: a rank outside the group
-  int reporter() const { return reporter_; }  // -1: this rank detected the failure
-  const Shown& expected() const { return expected_; }
-  const Shown& found() const { return found_; }
-  const Misfit& misfit() const { return misfit_; }
+  const FailureNote& failure() const { return failure_; }
   const std::string& text() const { return text_; }
 
  protected:
+  // Ranks whose calls differ have different histories from then on, also if one of them only sent.
+  void make_record(Kind kind, std::uint64_t size, Method method, std::uint64_t digest, int reduction, int root) {
+    forget_failure();
+    if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
+    ++record_.sequence;
+    record_.bytes = record_.sizes = 0;
+    record_.earlier = std::exchange(record_.told, told_);
+    record_.history = mixed(note_of_call(kind, told_, digest, reduction, root) + size + record_.history);
+  }
+
   void forget_failure() {
-    suspect_ = reporter_ = -1;
-    misfit_ = {};
+    failure_.suspect = failure_.reporter = -1;
+    failure_.misfit = {};
     text_.clear();
   }
 
   const int rank_;
   const int size_;
   Told told_;
-  int suspect_ = -1;
-  int reporter_ = -1;
-  Shown expected_;
-  Shown found_;
-  Misfit misfit_;
+  CallRecord record_;
+  BlockSizes block_sizes_;  // of all_to_all
+  FailureNote failure_;
   std::string text_;
   bool measures_ = false;
   std::int64_t waited_ns_ = 0;

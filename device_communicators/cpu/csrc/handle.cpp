@@ -135,8 +135,8 @@ Windows* Handle::windows_of(int rank) const {
 void Handle::note(Status status, double elapsed_s) {
   {
     const std::lock_guard<std::mutex> lock(failure_mutex_);
-    failure_ = {status,          group_->suspect(), group_->reporter(), group_->expected(),
-                group_->found(), group_->misfit(),  elapsed_s,          group_->text()};
+    failure_ = {group_->failure(), elapsed_s, group_->text()};
+    failure_.status = static_cast<int>(status);
     failed_ = true;
   }
   // This host's ranks don't know yet that a rank of another host left.
@@ -157,11 +157,11 @@ void Handle::doom() {
   if (failed_) return;
   failed_ = true;
   const std::lock_guard<std::mutex> lock(failure_mutex_);
-  failure_.status = Status::kPeerDied;
+  failure_.status = static_cast<int>(Status::kPeerDied);
   failure_.suspect = liveness_.loss(host_group_.rank()).rank;
   if (hosts_ != nullptr) {
     hosts_->blame_dead();
-    failure_.suspect = hosts_->suspect();
+    failure_.suspect = hosts_->failure().suspect;
     hosts_->give_up(Status::kPeerDied);
   }
   if (arena_ != nullptr) arena_->retire();

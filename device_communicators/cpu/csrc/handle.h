@@ -23,13 +23,7 @@ namespace parallel_state {
 
 class Transfers;
 
-struct Failure {
-  Status status = Status::kDone;
-  int suspect = -1;
-  int reporter = -1;
-  Shown expected;
-  Shown found;
-  Misfit misfit;
+struct Failure : FailureNote {
   double elapsed_s = 0;
   std::string text;
 };
@@ -108,7 +102,7 @@ class Handle {
   Status run_entered(Call call) {
     if (in_call_) return Status::kBusy;  // in a signal handler
     if (liveness_.is_doomed()) doom();
-    if (failed_) return failure_.status;
+    if (failed_) return static_cast<Status>(failure_.status);
     const double started_s = coarse_now_s();
     const bool measured = calls_are_measured();
     group_->measure(measured);

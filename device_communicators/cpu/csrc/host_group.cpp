@@ -1,6 +1,7 @@
 #include "host_group.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace parallel_state {
 
@@ -15,23 +16,14 @@ HostGroup::HostGroup(void* segment, int rank, int size, const GroupLiveness& liv
   lines_[rank_].own();
 }
 
-void HostGroup::begin(double timeout_s) {
+void HostGroup::begin(Kind kind, std::uint64_t size, Method method, double timeout_s, std::uint64_t digest,
+                      int reduction, int root) {
   deadline_.set(timeout_s);
-  forget_failure();
-  parts_ = 0;
-}
-
-std::uint64_t HostGroup::call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest, int reduction,
-                                 int root) {
-  if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
-  const std::uint64_t told = note_of_call(kind, told_, digest, reduction, root);
-  // A rank that only sent a different call differs from then on.
-  history_ = mixed(told + size + history_);
-  return (history_ & ~Counter::kFlag) | 1;  // never kNoCall
+  make_record(kind, size, method, digest, reduction, root);
 }
 
 void HostGroup::tell_parts(const std::size_t* bytes) {
-  parts_ = size_;
+  record_.bytes = size_;
   for (int rank = 0; rank < size_; ++rank) {
     archives_[rank_].part_bytes[rank].store(bytes[rank], std::memory_order_relaxed);
   }
@@ -48,30 +40,31 @@ HostGroup::Slot HostGroup::next_slot(std::size_t bytes) {
   return {slot * tuning_.small_slot_bytes, &small_used_[slot]};
 }
 
-void HostGroup::tell_even_parts(std::size_t bytes) { parts_ = size_ | (bytes + 1) << kEvenShift; }
-
-bool HostGroup::find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const {
-  const std::uint64_t even = archives_[rank].entries[tick % kKept].parts.load(std::memory_order_relaxed) >> kEvenShift;
-  if (even != 0) std::fill_n(bytes, count, even - 1);
-  return even != 0;
+void HostGroup::SharedRecord::store(const CallRecord& record) {
+  std::uint64_t words[kWords];
+  std::memcpy(words, &record, sizeof words);
+  for (std::size_t word = 0; word < kWords; ++word) words_[word].store(words[word], std::memory_order_relaxed);
 }
 
-std::uint64_t HostGroup::publish(std::uint64_t call, std::uint64_t note) {
-  constexpr auto relaxed = std::memory_order_relaxed;
-  Archive::Entry& entry = archives_[rank_].entries[(tick_ + 1) % kKept];
-  entry.note.store(call & ~Counter::kFlag, relaxed);
-  entry.word.store(told_.word, relaxed);
-  entry.shape.store(told_.shape, relaxed);
-  entry.parts.store(parts_, relaxed);
+CallRecord HostGroup::SharedRecord::load() const {
+  std::uint64_t words[kWords];
+  for (std::size_t word = 0; word < kWords; ++word) words[word] = words_[word].load(std::memory_order_relaxed);
+  CallRecord record;
+  std::memcpy(&record, words, sizeof words);
+  return record;
+}
+
+std::uint64_t HostGroup::publish_as(std::uint64_t note) {
+  archives_[rank_].records[(tick_ + 1) % kKept].store(record_);
   lines_[rank_].publish(++tick_, note);
   return tick_;
 }
 
-Status HostGroup::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::wait_one(int rank, std::uint64_t tick, bool compares) {
   const WaitResult result =
       measures_ ? measured_wait(rank, tick) : wait_for(lines_[rank], tick, policy_, deadline_, liveness_, rank);
   if (result != WaitResult::kReached) {
-    suspect_ = rank;
+    failure_.suspect = rank;
     if (result == WaitResult::kInterrupted) return Status::kInterrupted;
     if (result == WaitResult::kTimedOut) return Status::kTimedOut;
     const Loss loss = liveness_.loss(rank);
@@ -79,14 +72,14 @@ Status HostGroup::wait_one(int rank, std::uint64_t tick, std::uint64_t call) {
     if (loss.reporter >= 0 && loss.status == static_cast<int>(Status::kMismatch) && in_another_call()) {
       return Status::kMismatch;
     }
-    if (loss.rank >= 0 || loss.reporter >= 0) suspect_ = loss.rank;
-    reporter_ = loss.reporter;
-    expected_ = {loss.expected};
-    found_ = {loss.found};
-    misfit_ = loss.misfit;
+    if (loss.rank >= 0 || loss.reporter >= 0) failure_.suspect = loss.rank;
+    failure_.reporter = loss.reporter;
+    failure_.expected = {loss.expected};
+    failure_.found = {loss.found};
+    failure_.misfit = loss.misfit;
     return loss.reporter < 0 ? Status::kPeerDied : static_cast<Status>(loss.status);
   }
-  return differs(rank, tick, call) ? Status::kMismatch : Status::kDone;
+  return compares && differs(rank, tick) ? Status::kMismatch : Status::kDone;
 }
 
 WaitResult HostGroup::measured_wait(int rank, std::uint64_t tick) {
@@ -99,36 +92,31 @@ WaitResult HostGroup::measured_wait(int rank, std::uint64_t tick) {
 }
 
 // The note is on the awaited line unless the rank has continued.
-bool HostGroup::differs(int rank, std::uint64_t tick, std::uint64_t call) {
-  if (call == kNoCall) return false;
+bool HostGroup::differs(int rank, std::uint64_t tick) {
   std::uint64_t note;
-  if (lines_[rank].note_of(tick, &note) && note == (call & ~Counter::kFlag)) return false;
-  note = archives_[rank].entries[tick % kKept].note.load(std::memory_order_relaxed);
-  return note != (call & ~Counter::kFlag) && (in_another_call() || remember(rank, tick));
+  if (lines_[rank].note_of(tick, &note) && note == own_note()) return false;
+  return !is_same_call(record_, record_of(rank, tick)) && (in_another_call() || remember(rank, tick));
 }
 
 // Both publish before they look, so of two ranks that wait for no other, the later sees the earlier.
-Status HostGroup::look(std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::look(std::uint64_t tick) {
   if (is_part_) return Status::kDone;
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int step = 1; step < size_; ++step) {
     const int rank = (rank_ + step) % size_;
-    if (lines_[rank].read() >= tick && differs(rank, tick, call)) return Status::kMismatch;
+    if (lines_[rank].read() >= tick && differs(rank, tick)) return Status::kMismatch;
   }
   return Status::kDone;
 }
 
 bool HostGroup::in_another_call() {
-  const auto note = [&](int of, std::uint64_t tick) {
-    return archives_[of].entries[tick % kKept].note.load(std::memory_order_relaxed);
-  };
   std::uint64_t first = UINT64_MAX;
   int other = -1;
   for (int rank = 0; rank < size_; ++rank) {
     if (rank == rank_) continue;
     const std::uint64_t theirs = lines_[rank].read(), both = std::min(tick_, theirs), last = std::max(tick_, theirs);
     for (std::uint64_t tick = last > kKept - 4 ? last - (kKept - 4) : 1; tick <= both && tick < first; ++tick) {
-      if (note(rank, tick) == note(rank_, tick)) continue;
+      if (is_same_call(record_of(rank_, tick), record_of(rank, tick))) continue;
       first = tick;
       other = rank;
     }
@@ -136,45 +124,46 @@ bool HostGroup::in_another_call() {
   return other >= 0 && remember(other, first);
 }
 
-Status HostGroup::compare(double timeout_s) {
-  begin(timeout_s);
+Status HostGroup::compare(double) {
+  forget_failure();
   return in_another_call() ? Status::kMismatch : Status::kDone;
 }
 
 bool HostGroup::remember(int rank, std::uint64_t tick) {
-  constexpr auto relaxed = std::memory_order_relaxed;
   const auto show = [&](int of, Shown& shown) {
-    const Archive::Entry& entry = archives_[of].entries[tick % kKept];
-    shown.told = {entry.word.load(relaxed), entry.shape.load(relaxed)};
-    shown.count = static_cast<int>(std::min<std::uint64_t>(entry.parts.load(relaxed) & kPartsMask, size_));
-    if (find_even_parts(of, tick, shown.parts, shown.count)) return;
-    for (int part = 0; part < shown.count; ++part) shown.parts[part] = archives_[of].part_bytes[part].load(relaxed);
+    const CallRecord record = record_of(of, tick);
+    shown.told = record.told;
+    shown.count = static_cast<int>(std::min<std::uint64_t>(record.bytes, size_));
+    for (int part = 0; part < shown.count; ++part) {
+      const auto& bytes = archives_[of].part_bytes[part];
+      shown.parts[part] = record.sizes != 0 ? record.sizes - 1 : bytes.load(std::memory_order_relaxed);
+    }
   };
-  suspect_ = rank;
-  show(rank_, expected_);
-  show(rank, found_);
+  failure_.suspect = rank;
+  show(rank_, failure_.expected);
+  show(rank, failure_.found);
   return true;
 }
 
-Status HostGroup::wait_all(std::uint64_t tick, std::uint64_t call) {
-  RETURN_IF_FAILED(wait_ranks(0, size_, tick, call));
+Status HostGroup::wait_all(std::uint64_t tick, bool compares) {
+  RETURN_IF_FAILED(wait_ranks(0, size_, tick, compares));
   all_reached_ = std::max(all_reached_, tick);
   return Status::kDone;
 }
 
 // [begin, end) includes this rank.
-Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call) {
+Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, bool compares) {
   if (policy_.yields != 0) {
     // First the ranks on this core: spinning for others would keep them from publishing.
     for (int rank = begin; rank < end; ++rank) {
       if (rank != rank_ && lines_[rank].read() < tick && lines_[rank].shares_core()) {
-        RETURN_IF_FAILED(wait_one(rank, tick, call));
+        RETURN_IF_FAILED(wait_one(rank, tick, compares));
       }
     }
   }
   const int count = end - begin;
   for (int step = 1; step < count; ++step) {
-    RETURN_IF_FAILED(wait_one(begin + (rank_ - begin + step) % count, tick, call));
+    RETURN_IF_FAILED(wait_one(begin + (rank_ - begin + step) % count, tick, compares));
   }
   return Status::kDone;
 }
@@ -182,32 +171,29 @@ Status HostGroup::wait_ranks(int begin, int end, std::uint64_t tick, std::uint64
 // Afterwards no rank reads the data of `tick`, or archive entries that the next ticks overwrite.
 Status HostGroup::reuse(std::uint64_t tick) {
   if (tick_ + 4 > kKept) tick = std::max(tick, tick_ + 4 - kKept);
-  return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, 0);
+  return tick == 0 || all_reached_ > tick ? Status::kDone : wait_all(tick + 1, false);
 }
 
 Status HostGroup::barrier(double timeout_s) {
-  begin(timeout_s);
-  const std::uint64_t call = call_of(Kind::kBarrier, 0, Method::kBarrier);
-  return wait_all(publish(call), call);
+  begin(Kind::kBarrier, 0, Method::kBarrier, timeout_s);
+  return wait_all(publish());
 }
 
 Status HostGroup::pass(double timeout_s) {
-  begin(timeout_s);
-  const std::uint64_t call = call_of(Kind::kPass, 0, Method::kNone);
+  begin(Kind::kPass, 0, Method::kNone, timeout_s);
   RETURN_IF_FAILED(reuse(0));
-  publish(call);
+  publish();
   return Status::kDone;
 }
 
 Status HostGroup::announce(int src, double timeout_s, std::int64_t spin_ns) {
-  begin(timeout_s);
-  const std::uint64_t call = call_of(Kind::kMessage, 0, Method::kNone, 0, -1, src);
+  begin(Kind::kMessage, 0, Method::kNone, timeout_s, 0, -1, src);
   RETURN_IF_FAILED(reuse(0));
-  const std::uint64_t tick = publish(call);
-  if (rank_ == src) return look(tick, call);
+  const std::uint64_t tick = publish();
+  if (rank_ == src) return look(tick);
   const std::int64_t usual_ns = policy_.spin_ns;
   policy_.spin_ns = spin_ns;
-  const Status status = wait_one(src, tick, call);
+  const Status status = wait_one(src, tick);
   policy_.spin_ns = usual_ns;
   return status;
 }

@@ -81,39 +81,39 @@ class HostGroup final : public Group {
 
  private:
   template <typename Write, typename Wanted, typename Read>
-  Status move(std::size_t bytes, std::uint64_t call, Write write, Wanted wanted, Read read);
+  Status move(std::size_t bytes, Write write, Wanted wanted, Read read);
   Status reuse(std::uint64_t tick);
-  Status wait_one(int rank, std::uint64_t tick, std::uint64_t call);
+  Status wait_one(int rank, std::uint64_t tick, bool compares = true);
   WaitResult measured_wait(int rank, std::uint64_t tick);
-  Status look(std::uint64_t tick, std::uint64_t call);
-  bool differs(int rank, std::uint64_t tick, std::uint64_t call);
+  Status look(std::uint64_t tick);
+  bool differs(int rank, std::uint64_t tick);
   bool in_another_call();
   bool remember(int rank, std::uint64_t tick);
-  Status wait_all(std::uint64_t tick, std::uint64_t call);
-  Status wait_ranks(int begin, int end, std::uint64_t tick, std::uint64_t call);
-  std::uint64_t publish(std::uint64_t call) { return publish(call, call); }
-  std::uint64_t publish(std::uint64_t call, std::uint64_t note);
-  void begin(double timeout_s);
-
-  std::uint64_t call_of(Kind kind, std::uint64_t size, Method method, std::uint64_t digest = 0, int reduction = -1,
-                        int root = -1);
+  Status wait_all(std::uint64_t tick, bool compares = true);
+  Status wait_ranks(int begin, int end, std::uint64_t tick, bool compares = true);
+  std::uint64_t own_note() const { return record_.history & ~Counter::kFlag; }
+  std::uint64_t publish(std::uint64_t flag = 0) { return publish_as(own_note() | flag); }
+  std::uint64_t publish_as(std::uint64_t note);
+  void begin(Kind kind, std::uint64_t size, Method method, double timeout_s, std::uint64_t digest = 0,
+             int reduction = -1, int root = -1);
   void tell_parts(const std::size_t* bytes);
 
-  void tell_even_parts(std::size_t bytes);
-  bool find_even_parts(int rank, std::uint64_t tick, std::uint64_t* bytes, std::size_t count) const;
-
-  // An entry is written before its tick is published.
+  // A record is written before its tick is published.
   static constexpr std::uint64_t kKept = 64;
-  static constexpr unsigned kEvenShift = 8;
-  static constexpr std::uint64_t kPartsMask = (1 << kEvenShift) - 1;
+  class SharedRecord {
+   public:
+    void store(const CallRecord& record);
+    CallRecord load() const;
+
+   private:
+    static constexpr std::size_t kWords = sizeof(CallRecord) / sizeof(std::uint64_t);
+    std::atomic<std::uint64_t> words_[kWords];
+  };
   struct alignas(128) Archive {
-    struct Entry {
-      // parts: their number; from kEvenShift on, if they are even, 1 + the bytes of each
-      std::atomic<std::uint64_t> note, word, shape, parts;
-    };
-    Entry entries[kKept];
+    SharedRecord records[kKept];
     std::atomic<std::uint64_t> part_bytes[kMaxRanks];
   };
+  CallRecord record_of(int rank, std::uint64_t tick) const { return archives_[rank].records[tick % kKept].load(); }
   static constexpr std::size_t archive_offset(int size) { return static_cast<std::size_t>(size) * sizeof(Counter); }
   static constexpr std::size_t data_offset(int size) {
     const std::size_t end = archive_offset(size) + static_cast<std::size_t>(size) * sizeof(Archive);
@@ -142,17 +142,15 @@ class HostGroup final : public Group {
   };
   std::uint64_t offer(const void* in, std::size_t in_bytes, const void* out, std::size_t out_bytes);
   Status hear(Inputs& inputs, std::uint64_t tick, std::uint64_t own_flag, std::size_t bytes);
-  Status close(std::uint64_t call);
+  Status close();
   Status look_up(int rank, const std::atomic<std::uint64_t>& at, std::size_t bytes, const char** found);
-  Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
-                       std::uint64_t call);
-  Status reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op);
+  Status reduce_all(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op);
 
-  Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op,
-                             std::uint64_t call);
-  Status large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status one_shot_all_reduce(void* out, const void* in, std::size_t count, Dtype dtype, ReduceOp op);
+  Status large_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op);
   int last_of_all() const;
-  Status chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op, std::uint64_t call);
+  Status chained_all_reduce(char* out, const char* in, std::size_t count, Dtype dtype, ReduceOp op);
 
   void note_read(int rank, std::size_t bytes) {
     if (area_ranks_ != 0 && rank / area_ranks_ != rank_ / area_ranks_) crossed_bytes_ += bytes;
@@ -180,9 +178,6 @@ class HostGroup final : public Group {
   Windows* arenas_[kMaxRanks] = {};
   bool has_arenas_ = false;
   Deadline deadline_;
-  std::uint64_t history_ = 0;
-  std::uint64_t parts_ = 0;
-  std::vector<std::uint64_t> rows_;
   bool is_part_ = false;
 };
 

@@ -205,44 +205,27 @@ Status HostsGroup::scatter(void* out, const void* in, std::size_t bytes, int src
   return finish();
 }
 
-// A rank with blocks of one size puts it in its heads. Others first send a table of all their sizes, so that every rank
-// finds a misfit.
+// A row is a message before the block.
 Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_bytes, const std::size_t* in_bytes,
                               double timeout_s) {
   if (!meshed_) return Status::kUnsupported;
   begin(Kind::kAllToAll, 0, Method::kAllToAll, timeout_s);
-  const std::size_t size = index_of(size_), row = 2 * size, each = in_bytes[0];
-  const auto is_each = [each](std::size_t bytes) { return bytes == each; };
-  const bool even =
-      std::all_of(in_bytes, in_bytes + size, is_each) && std::all_of(out_bytes, out_bytes + size, is_each);
-  record_.sizes = even ? each + 1 : 0;
-  starts_.resize(row);
-  for (std::size_t rank = 1; rank < size; ++rank) {
-    starts_[rank] = (rank == 1 ? 0 : starts_[rank - 1]) + out_bytes[rank - 1];
-    starts_[size + rank] = (rank == 1 ? 0 : starts_[size + rank - 1]) + in_bytes[rank - 1];
-  }
-  starts_[0] = starts_[size] = 0;
+  block_sizes_.begin(rank_, size_, out_bytes, in_bytes);
+  record_.sizes = block_sizes_.even_sizes();
+  const bool even = block_sizes_.is_even();
+  const std::size_t row_bytes = block_sizes_.row_bytes();
   auto* const to = static_cast<char*>(out);
   const auto* const from = static_cast<const char*>(in);
-  const auto table = [&] {
-    if (rows_.size() != row * size) rows_.resize(row * size);
-    return rows_.data();
-  };
-  if (!even) {
-    std::copy(in_bytes, in_bytes + size, table() + index_of(rank_) * row);
-    std::copy(out_bytes, out_bytes + size, table() + index_of(rank_) * row + size);
-  }
   for (int step = 1; step < size_; ++step) {
     const int rank = (rank_ + step) % size_;
     if (is_here(rank)) continue;
     link(rank).in.expect_any();
-    if (!even) send(rank, table() + index_of(rank_) * row, row * sizeof(std::uint64_t));
-    send(rank, from + starts_[size + index_of(rank)], in_bytes[rank]);
+    if (!even) send(rank, block_sizes_.row_of(rank_), row_bytes);
+    send(rank, from + block_sizes_.in_start(rank), in_bytes[rank]);
   }
-  is_table_.assign(size, false);
+  is_table_.assign(index_of(size_), false);
   pending_.clear();
   for_remote_ranks([&](int rank) { pending_.push_back(rank); });
-  bool same = even;
   const auto take_heads = [&] {
     for (std::size_t at = 0; at < pending_.size();) {
       const int rank = pending_[at];
@@ -256,23 +239,22 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
         continue;
       }
       const CallRecord& head = inbox.head();
-      if (even && head.sizes == each + 1 && head.bytes == each) {
-        inbox.take(to + starts_[index_of(rank)]);
+      if (even && head.sizes == record_.sizes && head.bytes == block_sizes_.each()) {
+        inbox.take(to + block_sizes_.out_start(rank));
         pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(at));
         continue;
       }
-      if (same && even) std::fill_n(table(), row * size, each);
-      same = false;
+      block_sizes_.note_difference();
       if (head.sizes != 0 && head.bytes != head.sizes - 1) {
         is_strange_ = true;
         return true;
       }
       if (head.sizes != 0) {
-        std::fill_n(table() + index_of(rank) * row, row, head.sizes - 1);
+        block_sizes_.fill(rank, head.sizes - 1);
         pending_.erase(pending_.begin() + static_cast<std::ptrdiff_t>(at));
-      } else if (head.bytes == row * sizeof(std::uint64_t)) {
+      } else if (head.bytes == row_bytes) {
         is_table_[index_of(rank)] = true;
-        inbox.take(reinterpret_cast<char*>(table() + index_of(rank) * row));
+        inbox.take(reinterpret_cast<char*>(block_sizes_.row_of(rank)));
       } else {
         is_strange_ = true;
         return true;
@@ -287,37 +269,26 @@ Status HostsGroup::all_to_all(void* out, const void* in, const std::size_t* out_
     text_ = "a peer sent bytes that are no table of sizes";
     return Status::kBroken;
   }
-  if (!same) {
-    for (int src = 0; src < size_; ++src) {
-      if (is_here(src) && src != rank_) continue;
-      for (int dst = 0; dst < size_; ++dst) {
-        if (is_here(dst) && dst != rank_) continue;
-        const std::uint64_t sent = rows_[index_of(src) * row + index_of(dst)];
-        const std::uint64_t expected = rows_[index_of(dst) * row + size + index_of(src)];
-        if (sent == expected) continue;
-        suspect_ = src == rank_ ? dst : src;
-        misfit_ = {src, dst, sent, expected};
-        return Status::kMismatch;
-      }
-    }
-    for_remote_ranks([&](int rank) {
-      Inbox& inbox = link(rank).in;
-      if (inbox.state() == Inbox::State::kChosen) {
-        inbox.take(to + starts_[index_of(rank)]);
-      } else if (is_table_[index_of(rank)]) {
-        inbox.expect(to + starts_[index_of(rank)], out_bytes[rank]);
-      }
-    });
+  if (block_sizes_.find_misfit([&](int rank) { return rank == rank_ || !is_here(rank); }, &failure_.misfit)) {
+    failure_.suspect = failure_.misfit.from == rank_ ? failure_.misfit.to : failure_.misfit.from;
+    return Status::kMismatch;
   }
+  for_remote_ranks([&](int rank) {
+    Inbox& inbox = link(rank).in;
+    if (inbox.state() == Inbox::State::kChosen) {
+      inbox.take(to + block_sizes_.out_start(rank));
+    } else if (is_table_[index_of(rank)]) {
+      inbox.expect(to + block_sizes_.out_start(rank), out_bytes[rank]);
+    }
+  });
   RETURN_IF_FAILED(exchange_at_home(to, from, out_bytes, in_bytes));
   return finish();
 }
 
 Status HostsGroup::exchange_at_home(char* out, const char* in, const std::size_t* out_bytes,
                                     const std::size_t* in_bytes) {
-  const std::size_t size = index_of(size_);
   if (is_alone()) {
-    copy_meanwhile(out + starts_[index_of(rank_)], in + starts_[size + index_of(rank_)], in_bytes[rank_]);
+    copy_meanwhile(out + block_sizes_.out_start(rank_), in + block_sizes_.in_start(rank_), in_bytes[rank_]);
     return Status::kDone;
   }
   const auto& own = local_ranks();
@@ -327,20 +298,20 @@ Status HostsGroup::exchange_at_home(char* out, const char* in, const std::size_t
     in_total += ins[place] = in_bytes[own[place]];
   }
   const bool together = own.back() - own[0] == local_size() - 1;
-  const char* given = in + starts_[size + index_of(own[0])];
-  char* found = out + starts_[index_of(own[0])];
+  const char* given = in + block_sizes_.in_start(own[0]);
+  char* found = out + block_sizes_.out_start(own[0]);
   if (!together) {
     char* at_given = blocks_.take(in_total);
     given = at_given;
     found = totals_.take(out_total);
     for (const int rank : own) {
-      copy(at_given, in + starts_[size + index_of(rank)], in_bytes[rank]);
+      copy(at_given, in + block_sizes_.in_start(rank), in_bytes[rank]);
       at_given += in_bytes[rank];
     }
   }
   RETURN_IF_FAILED(at_home(local_.all_to_all(found, given, outs, ins, left_s())));
   for (std::size_t place = 0; place < own.size() && !together; ++place) {
-    copy(out + starts_[index_of(own[place])], found, outs[place]);
+    copy(out + block_sizes_.out_start(own[place]), found, outs[place]);
     found += outs[place];
   }
   return Status::kDone;

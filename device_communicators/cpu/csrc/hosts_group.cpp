@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -153,21 +152,13 @@ Loss HostsGroup::loss(int rank) const {
 
 void HostsGroup::begin(Kind kind, std::uint64_t size, Method method, double timeout_s, std::uint64_t digest,
                        int reduction, int root) {
-  forget_failure();
+  make_record(kind, size, method, digest, reduction, root);
   const double most_s = std::min(timeout_s, 1e9);
   deadline_ns_ = now_ns() + static_cast<std::int64_t>(most_s * 1e9);
   // Earlier than the local ranks that wait for this one, so that they get its failure.
   waits_until_ns_ = deadline_ns_ - static_cast<std::int64_t>(std::min(1.0, most_s / 10) * 1e9);
   noticed_ns_ = 0;
   was_left_ = false;
-  if (told_.word == 0) told_ = told_of(method, std::array{size}, 0, reduction, -1, root);
-  record_.history = mixed(note_of_call(kind, told_, digest, reduction, root) + size + record_.history);
-  ++record_.sequence;
-  record_.earlier = record_.word;
-  record_.earlier_shape = record_.shape;
-  record_.word = told_.word;
-  record_.shape = told_.shape;
-  record_.sizes = 0;
   connections_->begin(&record_);
   local_.tell(told_);
   local_.measure(measures_);
@@ -200,7 +191,7 @@ Status HostsGroup::wait_until(bool (*is_done)(const void*), const void* what) {
     }
     RETURN_IF_FAILED(ends(now));
     if (now >= waits_until_ns_) {
-      suspect_ = connections_->late();
+      failure_.suspect = connections_->late();
       return Status::kTimedOut;
     }
     if (now - started < spin_ns) {
@@ -256,29 +247,30 @@ Status HostsGroup::ends(std::int64_t now) {
 
 // Another rank may doom the group before this rank's control plane reports the death.
 Status HostsGroup::blame_dead() {
-  suspect_ = kOutside;
+  failure_.suspect = kOutside;
   const std::int64_t until = (noticed_ns_ != 0 ? noticed_ns_ : now_ns()) + kNoticeNs;
   for (;; connections_->sleep(1'000'000)) {
     for (int rank = size_ - 1; rank >= 0; --rank) {
-      if (has_died(rank)) suspect_ = rank;
+      if (has_died(rank)) failure_.suspect = rank;
     }
-    if (suspect_ != kOutside || now_ns() >= until) return Status::kPeerDied;
+    if (failure_.suspect != kOutside || now_ns() >= until) return Status::kPeerDied;
   }
 }
 
 Status HostsGroup::at_home_ended() {
   const Loss loss = liveness_.loss(place_);
   if (loss.reporter < 0) return is_alone() ? Status::kDone : at_home(local_.compare(left_s()));
-  expected_ = {loss.expected};
-  found_ = {loss.found};
-  misfit_ = loss.misfit;
+  failure_.expected = {loss.expected};
+  failure_.found = {loss.found};
+  failure_.misfit = loss.misfit;
   return take_failure(loss.reporter, loss.rank, static_cast<Status>(loss.status));
 }
 
 Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
-  suspect_ = suspect;
+  failure_.suspect = suspect;
+  failure_.reporter = -1;
   if (status != Status::kPeerDied) {
-    reporter_ = local_ranks()[static_cast<std::size_t>(reporter)];
+    failure_.reporter = local_ranks()[static_cast<std::size_t>(reporter)];
   } else if (suspect >= 0 && suspect < size_) {
     std::uint8_t end = kAlive;
     (*ended_)[static_cast<std::size_t>(suspect)].compare_exchange_strong(end, kLeft, std::memory_order_acq_rel);
@@ -287,7 +279,7 @@ Status HostsGroup::take_failure(int reporter, int suspect, Status status) {
 }
 
 Status HostsGroup::blame(Link& link) {
-  suspect_ = link.rank;
+  failure_.suspect = link.rank;
   switch (link.in.state()) {
     case Inbox::State::kFailed: {
       const FailureNote& why = link.in.failure();
@@ -295,23 +287,19 @@ Status HostsGroup::blame(Link& link) {
         text_ = kForeignText;
         return Status::kBroken;
       }
-      const auto rank_of = [this](std::int64_t told) {
-        return told == kOutside || (told >= 0 && told < size_) ? static_cast<int>(told) : -1;
-      };
-      suspect_ = rank_of(why.suspect);
+      failure_ = why;
       const auto status = static_cast<Status>(why.status);
       if (status != Status::kPeerDied) {
-        reporter_ = why.reporter >= 0 ? rank_of(why.reporter) : link.rank;
-      } else if (suspect_ >= 0 && suspect_ < size_ && is_here(suspect_) && !dies_soon(suspect_)) {
-        suspect_ = link.rank;
-        return Status::kUnreachable;
-      } else {
-        learn_end(suspect_);
+        if (why.reporter < 0) failure_.reporter = link.rank;
+        return status;
       }
-      expected_ = why.expected;
-      found_ = why.found;
-      misfit_ = why.misfit;
-      return status;
+      failure_.reporter = -1;
+      if (why.suspect < 0 || why.suspect >= size_ || !is_here(why.suspect) || dies_soon(why.suspect)) {
+        learn_end(why.suspect);
+        return status;
+      }
+      failure_.suspect = link.rank;
+      return Status::kUnreachable;
     }
     case Inbox::State::kDiffers: show_difference(link.in.head()); return Status::kMismatch;
     case Inbox::State::kLeft:
@@ -324,7 +312,7 @@ Status HostsGroup::blame(Link& link) {
 }
 
 bool HostsGroup::is_sound(const FailureNote& why) const {
-  const auto is_rank = [this](std::int64_t rank) { return rank >= -1 && rank < size_; };
+  const auto is_rank = [this](int rank) { return rank >= -1 && rank < size_; };
   const auto is_count = [](int count) { return count >= 0 && count <= kMaxRanks; };
   const bool is_failure =
       why.status > static_cast<int>(Status::kDone) && why.status <= static_cast<int>(Status::kTooLarge) &&
@@ -369,19 +357,17 @@ Status HostsGroup::blame_broken(Link& link) {
     }
     RETURN_IF_FAILED(at_home_ended());
   }
-  suspect_ = link.rank;
+  failure_.suspect = link.rank;
   text_ = link.error();
   return has_died(link.rank) || has_left(link.rank) ? Status::kPeerDied : Status::kBroken;
 }
 
 void HostsGroup::show_difference(const CallRecord& other) {
-  const Told own{record_.word, record_.shape}, own_before{record_.earlier, record_.earlier_shape};
-  const Told theirs{other.word, other.shape}, theirs_before{other.earlier, other.earlier_shape};
   const bool ahead = other.sequence == record_.sequence + 1, behind = other.sequence + 1 == record_.sequence;
-  const bool before = other.sequence == record_.sequence && other.word == record_.word && other.shape == record_.shape;
-  expected_.told = before || behind ? own_before : own;
-  found_.told = before || ahead ? theirs_before : theirs;
-  expected_.count = found_.count = 0;
+  const bool before = other.sequence == record_.sequence && other.told == record_.told;
+  failure_.expected.told = before || behind ? record_.earlier : record_.told;
+  failure_.found.told = before || ahead ? other.earlier : other.told;
+  failure_.expected.count = failure_.found.count = 0;
 }
 
 Status HostsGroup::at_home(Status status) {
@@ -394,36 +380,26 @@ Status HostsGroup::at_home(Status status) {
   const auto rank_at = [&](int place) {
     return place >= 0 && place < local_size() ? local_ranks()[static_cast<std::size_t>(place)] : place;
   };
-  expected_ = local_.expected();
-  found_ = local_.found();
-  misfit_ = local_.misfit();
-  if (local_.reporter() < 0) {
-    misfit_.from = rank_at(misfit_.from);
-    misfit_.to = rank_at(misfit_.to);
-  }
-  if (local_.reporter() >= 0) {
-    return take_failure(local_.reporter(), local_.suspect(), status);
-  }
-  if (status == Status::kPeerDied && local_.suspect() == kOutside) return blame_dead();
-  suspect_ = rank_at(local_.suspect());
+  failure_ = local_.failure();
+  if (failure_.reporter >= 0) return take_failure(failure_.reporter, failure_.suspect, status);
+  failure_.misfit.from = rank_at(failure_.misfit.from);
+  failure_.misfit.to = rank_at(failure_.misfit.to);
+  if (status == Status::kPeerDied && failure_.suspect == kOutside) return blame_dead();
+  failure_.suspect = rank_at(failure_.suspect);
   return status;
 }
 
 void HostsGroup::give_up(Status status) {
-  FailureNote why;
+  FailureNote why = failure_;
   const bool unreachable = status == Status::kUnreachable;  // other hosts see a death of this rank
-  why.status = static_cast<std::int64_t>(unreachable ? Status::kPeerDied : status);
-  why.suspect = unreachable ? rank_ : suspect_;
-  why.reporter = reporter_;
-  why.misfit = misfit_;
-  why.expected = expected_;
-  why.found = found_;
+  why.status = static_cast<int>(unreachable ? Status::kPeerDied : status);
+  if (unreachable) why.suspect = rank_;
   connections_->end(&why);
 }
 
 void HostsGroup::fail(Status status, int suspect) {
   forget_failure();
-  suspect_ = suspect;
+  failure_.suspect = suspect;
   give_up(status);
 }
 
@@ -576,7 +552,7 @@ Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double t
     RETURN_IF_FAILED(share_message(0, src, most_bytes));
   }
   const auto refuse = [&] {
-    suspect_ = src;
+    failure_.suspect = src;
     text_ = kForeignText;
     return Status::kBroken;
   };
@@ -600,7 +576,7 @@ Status HostsGroup::receive_message(int src, Taker& taker, Taken* taken, double t
   if (!taker.take_head({head, found, sizes.head_bytes, sizes.tensor_bytes, is_at_hand, &loans}, &places)) {
     taken->is_refused = true;
     was_left_ = taker.leaves_message();
-    suspect_ = src;
+    failure_.suspect = src;
     RETURN_IF_FAILED(finish());
     return is_packed || was_left_ ? Status::kDone : Status::kFailed;
   }
@@ -627,14 +603,14 @@ Status HostsGroup::share_message(std::uint64_t bytes, int src, std::uint64_t mos
     return message_.data();
   };
   const auto too_large = [&](std::uint64_t found) {
-    suspect_ = src;
-    misfit_ = {src, rank_, found, most_bytes};
+    failure_.suspect = src;
+    failure_.misfit = {src, rank_, found, most_bytes};
     return Status::kTooLarge;
   };
   const auto at_home_now = [&](int source) {
     if (is_alone()) return Status::kDone;
     const Status status = at_home(local_.broadcast_sized(message_.data(), bytes, source, room, left_s()));
-    return status == Status::kTooLarge && reporter_ < 0 ? too_large(misfit_.sent_bytes) : status;
+    return status == Status::kTooLarge && failure_.reporter < 0 ? too_large(failure_.misfit.sent_bytes) : status;
   };
   const auto send_on = [&] { for_other_hosts([&](int host) { send(at(host), message_.data(), message_.size()); }); };
   if (host_ == root_host) {

@@ -177,7 +177,6 @@ class HostsGroup final : public Group {
   std::atomic<bool> any_died_{false};
   std::unique_ptr<Listener> listener_;
 
-  CallRecord record_;
   std::int64_t deadline_ns_ = 0, waits_until_ns_ = 0;
   std::int64_t noticed_ns_ = 0;
 
@@ -188,8 +187,6 @@ class HostsGroup final : public Group {
   bool was_left_ = false;
   std::vector<const void*> sources_;
   std::vector<bool> wide_;
-  std::vector<std::uint64_t> rows_;  // of all_to_all: bytes that each rank sends to and expects from each
-  std::vector<std::size_t> starts_;  // of the blocks in `out`, then in `in`
   std::vector<int> pending_;
   std::vector<bool> is_table_;
   bool is_strange_ = false;

@@ -130,7 +130,7 @@ class Reading {
     report.suspect = open_.end.suspect();
     report.reporter = open_.end.given_up().reporter;
     report.reason = open_.end.given_up().status;
-    report.elapsed_us = (now_ns() - started_ns_) / 1000;
+    report.elapsed_us = us_since(started_ns_);
     report.broken = static_cast<std::int64_t>(status);
     return false;
   }

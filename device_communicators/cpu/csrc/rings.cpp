@@ -18,8 +18,6 @@ std::uint64_t fingerprint_of(int tag, int dtype) {
   return static_cast<std::uint64_t>(static_cast<std::uint32_t>(dtype)) << 32 | static_cast<std::uint32_t>(tag);
 }
 
-std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
-
 }  // namespace
 
 class Rings::Inside {
@@ -69,67 +67,48 @@ char* Rings::open(int src, int dst, bool writes, char** control) {
   return is_backed ? data : nullptr;
 }
 
-bool Rings::open_writer(Outgoing& out, int peer, Done* done) {
-  if (out.writer != nullptr) return true;
+template <typename Ring>
+bool Rings::open_ring(std::unique_ptr<Ring>& opened, End& end, int src, int dst, Done* done) {
+  if (opened != nullptr) return true;
+  const bool writes = src == rank_;
   char* control = nullptr;
-  char* const data = open(rank_, peer, true, &control);
-  const int ranks[] = {rank_, peer};
+  char* const data = open(src, dst, writes, &control);
+  const int ranks[] = {src, dst};
   if (data == nullptr) return done->failure.status = TransferFailure::kNoMemory, false;
-  out.writer = std::make_unique<QueueWriter>(control, data, RingShape{places_.chunk_bytes, places_.chunks, 1}, ranks, 0,
-                                             *losses_, policy_);
-  out.ring.store(out.writer.get(), std::memory_order_release);
+  opened = std::make_unique<Ring>(control, data, RingShape{places_.chunk_bytes, places_.chunks, 1}, ranks,
+                                  writes ? 0 : 1, *losses_, policy_);
+  end.ring.store(opened.get(), std::memory_order_release);
   return true;
 }
 
-bool Rings::open_reader(Incoming& in, int peer, Done* done) {
-  if (in.reader != nullptr) return true;
-  char* control = nullptr;
-  char* const data = open(peer, rank_, false, &control);
-  const int ranks[] = {peer, rank_};
-  if (data == nullptr) return done->failure.status = TransferFailure::kNoMemory, false;
-  in.reader = std::make_unique<QueueReader>(control, data, RingShape{places_.chunk_bytes, places_.chunks, 1}, ranks, 1,
-                                            *losses_, policy_);
-  in.ring.store(in.reader.get(), std::memory_order_release);
-  return true;
+template <typename Move>
+Rings::Moved Rings::in_turn(End& end, Move move) {
+  Done done;
+  Moved moved;
+  {
+    const Inside inside{end};
+    if (!inside) return Moved::kBusy;
+    try {
+      moved = move(&done);
+    } catch (const std::bad_alloc&) {
+      end.is_broken = true;
+      done.failure.status = TransferFailure::kNoMemory;
+      moved = Moved::kSome;
+    }
+  }
+  announce(done);
+  return moved;
 }
 
 Rings::Moved Rings::push(int peer, double timeout_s, Transfer* goal) {
   Outgoing& out = *outgoing_[peer];
   if (sends_[peer]->count.load(std::memory_order_relaxed) == 0) return Moved::kIdle;
-  Done done;
-  Moved moved;
-  {
-    const Inside inside{out};
-    if (!inside) return Moved::kBusy;
-    try {
-      moved = push_in_turn(out, peer, timeout_s, goal, &done);
-    } catch (const std::bad_alloc&) {
-      out.is_broken = true;
-      done.failure.status = TransferFailure::kNoMemory;
-      moved = Moved::kSome;
-    }
-  }
-  announce(done);
-  return moved;
+  return in_turn(out, [&](Done* done) { return push_in_turn(out, peer, timeout_s, goal, done); });
 }
 
 Rings::Moved Rings::pull(int peer, double timeout_s, Transfer* goal) {
   Incoming& in = *incoming_[peer];
-  Done done;
-  Moved moved;
-  {
-    const Inside inside{in};
-    if (!inside) return Moved::kBusy;
-    try {
-      moved = pull_in_turn(in, peer, timeout_s, goal, &done);
-    } catch (const std::bad_alloc&) {
-      in.is_broken = true;
-      done.failure.status = TransferFailure::kNoMemory;
-      moved = Moved::kSome;
-    }
-  }
-  announce(done);
-  return moved;
+  return in_turn(in, [&](Done* done) { return pull_in_turn(in, peer, timeout_s, goal, done); });
 }
 
 Rings::Moved Rings::push_in_turn(Outgoing& out, int peer, double timeout_s, Transfer* goal, Done* done) {
@@ -154,7 +133,7 @@ Rings::Moved Rings::push_in_turn(Outgoing& out, int peer, double timeout_s, Tran
         waiting.pop_front();
       }
       const TransferCall& call = out.current->call;
-      if (!open_writer(out, peer, done)) {
+      if (!open_ring(out.writer, out, rank_, peer, done)) {
         done->failure.sends = 1;
         done->failure.peer = peer;
         done->first = std::exchange(out.current, nullptr);
@@ -216,7 +195,7 @@ Rings::Moved Rings::pull_in_turn(Incoming& in, int peer, double timeout_s, Trans
         const std::lock_guard<std::mutex> lock(mutex_);
         if (!matcher_.wants(peer)) break;
       }
-      if (!open_reader(in, peer, done)) return done->failure.peer = peer, Moved::kSome;
+      if (!open_ring(in.reader, in, peer, rank_, done)) return done->failure.peer = peer, Moved::kSome;
       const QueueStatus status = in.reader->next(timeout_s);
       if (status == QueueStatus::kInterrupted) return Moved::kInterrupted;
       if (status == QueueStatus::kTimedOut) break;

@@ -71,8 +71,10 @@ class Rings final : public Transfers {
   bool push_all();
   bool pull_all();
   char* open(int src, int dst, bool writes, char** control);
-  bool open_reader(Incoming& in, int peer, Done* done);
-  bool open_writer(Outgoing& out, int peer, Done* done);
+  template <typename Ring>
+  bool open_ring(std::unique_ptr<Ring>& opened, End& end, int src, int dst, Done* done);
+  template <typename Move>
+  Moved in_turn(End& end, Move move);
   bool begin_message(Incoming& in, int peer, Done* done);
   void note_failure(QueueStatus status, bool sends, int peer, const RingEnd* end, const Held& first, Done* done);
 

@@ -46,14 +46,13 @@ Status HostGroup::look_up(int rank, const std::atomic<std::uint64_t>& at, std::s
   }
   *found = arenas_[rank]->at(offset, bytes);
   if (*found != nullptr) return Status::kDone;
-  suspect_ = rank_;
+  failure_.suspect = rank_;
   return Status::kUnmapped;
 }
 
-Status HostGroup::close(std::uint64_t call) { return wait_all(publish(call), call); }
+Status HostGroup::close() { return wait_all(publish()); }
 
-Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op,
-                                std::uint64_t call) {
+Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t count, Dtype dtype, ReduceOp op) {
   const std::size_t width = size_of(dtype), bytes = count * width;
   const ReduceFunction reduce = reduce_function(dtype, op);
   const void* sources[kMaxRanks];
@@ -67,7 +66,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
     std::unique_ptr<char[]> kept(out == inputs.at[rank_] ? new char[bytes] : nullptr);
     void* const to = kept == nullptr ? out : kept.get();
     reduce(&to, 1, sources, size_, count);
-    RETURN_IF_FAILED(close(call));
+    RETURN_IF_FAILED(close());
     if (kept != nullptr) copy(out, kept.get(), bytes);
     return Status::kDone;
   }
@@ -84,7 +83,7 @@ Status HostGroup::reduce_shared(void* out, const Inputs& inputs, std::size_t cou
   }
   std::swap(outs[0], outs[rank_]);
   reduce_and_share(outs, size_, sources, size_, slices.length(0, rank_), width, reduce);
-  return close(call);
+  return close();
 }
 
 }  // namespace parallel_state

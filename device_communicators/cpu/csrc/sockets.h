@@ -1,6 +1,7 @@
 #pragma once
 
 #include <errno.h>
+#include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
 
@@ -10,6 +11,7 @@
 #include <deque>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace parallel_state {
 
@@ -19,6 +21,11 @@ inline std::string in_words(int error) {
 }
 
 inline bool would_block(int error) { return error == EAGAIN || error == EWOULDBLOCK || error == EINTR; }
+
+inline void add_polled(std::vector<pollfd>* polled, int descriptor, bool sends, bool receives) {
+  if (!sends && !receives) return;
+  polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
+}
 
 // `use(index, begin, end)` gets the others' stripes. Returns the bytes of the first connection.
 template <typename Use>

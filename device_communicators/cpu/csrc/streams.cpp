@@ -71,7 +71,14 @@ class Streams::Stream {
     Form form;
   };
   template <typename What>
-  using ByTag = std::map<std::uint32_t, std::deque<What>>;
+  struct ByTag : std::map<std::uint32_t, std::deque<What>> {
+    What take(typename ByTag::iterator at) {
+      What first = std::move(at->second.front());
+      at->second.pop_front();
+      if (at->second.empty()) this->erase(at);
+      return first;
+    }
+  };
 
   void fail(std::string error) {
     if (error_.empty()) error_ = std::move(error);
@@ -530,9 +537,7 @@ bool Streams::Stream::begin_asked(const Form& form) {
   if (form.dtype != announced.dtype || form.bytes != announced.bytes || form.head_bytes != announced.head_bytes) {
     return refuse();
   }
-  reading_ = std::move(asked->second.front().receive);
-  asked->second.pop_front();
-  if (asked->second.empty()) asked_.erase(asked);
+  reading_ = asked_.take(asked).receive;
   begin_reading(form);
   return true;
 }
@@ -540,9 +545,7 @@ bool Streams::Stream::begin_asked(const Form& form) {
 bool Streams::Stream::note_answer(const Form& form) {
   const auto answers = answers_.find(static_cast<std::uint32_t>(form.tag));
   if (answers == answers_.end()) return refuse();
-  const Awaited first = std::move(answers->second.front());
-  answers->second.pop_front();
-  if (answers->second.empty()) answers_.erase(answers);
+  const Awaited first = answers_.take(answers);
   const TransferCall& call = first.transfer->call;
   if (call.dtype != form.dtype || call.bytes != form.bytes) {
     all_.note_form(first.transfer, rank, form_of(call), form, done);
@@ -558,13 +561,9 @@ bool Streams::Stream::note_answer(const Form& form) {
 
 void Streams::Stream::poll_for(std::vector<pollfd>* polled) const {
   if (has_error() || !(is_sending() || is_receiving())) return;
-  const auto add = [polled](int descriptor, bool sends, bool receives) {
-    if (!sends && !receives) return;
-    polled->push_back({descriptor, static_cast<short>((sends ? POLLOUT : 0) | (receives ? POLLIN : 0)), 0});
-  };
-  add(descriptor_, !sends_.empty(), !awaits_stripes() && !asks_);
+  add_polled(polled, descriptor_, !sends_.empty(), !awaits_stripes() && !asks_);
   for (const Stripe& stripe : stripes_) {
-    add(stripe.descriptor, !stripe.sends.is_idle(), stripe.missing.bytes_left() > 0);
+    add_polled(polled, stripe.descriptor, !stripe.sends.is_idle(), stripe.missing.bytes_left() > 0);
   }
 }
 
@@ -626,7 +625,8 @@ void Streams::add(int rank, int descriptor, std::uint64_t early_bytes) {
 Streams::Outcome Streams::send_now(int dst, int dtype, std::uint64_t bytes, double timeout_s,
                                    const std::function<void*()>& data) {
   if (is_foreign() || has_failed()) return Outcome::kLeft;
-  return run({dst, 1, served_tag_, dtype, data(), bytes, 0, &kNobody, nullptr}, timeout_s);
+  const TransferCall call{dst, 1, served_tag_, dtype, data(), bytes, 0, &kNobody, nullptr};
+  return carry(call, timeout_s) == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
 }
 
 Streams::Outcome Streams::receive_now(int src, int dtype, std::uint64_t bytes, double timeout_s,
@@ -634,21 +634,13 @@ Streams::Outcome Streams::receive_now(int src, int dtype, std::uint64_t bytes, d
   if (is_foreign() || has_failed()) return Outcome::kLeft;
   void* const to = data();
   begins();
-  return run({src, 0, served_tag_, dtype, to, bytes, 0, &kNobody, nullptr}, timeout_s);
-}
-
-Streams::Outcome Streams::run(const TransferCall& call, double timeout_s) {
+  const TransferCall call{src, 0, served_tag_, dtype, to, bytes, 0, &kNobody, nullptr};
   return carry(call, timeout_s) == kEndedTransfer ? Outcome::kDone : Outcome::kLeft;
 }
 
 int Streams::carry(const TransferCall& call, double timeout_s) {
   try {
-    const std::int64_t number = start(call, true);
-    if (number == kDoneTransfer) return kEndedTransfer;
-    if (number < 0) return number == kInsideTransfer ? kInsideWait : kFailedTransfer;
-    const int how = wait(static_cast<Number>(number), timeout_s, true);
-    if (how == kInterruptedTransfer) break_off(static_cast<Number>(number));
-    return how;
+    return run(call, timeout_s);
   } catch (const std::bad_alloc&) {
     abandon();  // the caller's memory must not be used after this
     return kFailedTransfer;

@@ -113,7 +113,6 @@ class Streams final : public Transfers {
     Pieces missing = {};
   };
 
-  Outcome run(const TransferCall& call, double timeout_s);
   int carry(const TransferCall& call, double timeout_s);
   void match_signals(Window& window, int src, Done* done);
   bool step(Done* done);

@@ -19,8 +19,6 @@ constexpr std::uint64_t kFewBytes = 64 << 10;  // copied without releasing the i
 constexpr std::int64_t kLooksNs = 50'000'000;
 thread_local const Transfers* interrupted_transfers = nullptr;
 
-std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
-
 }  // namespace
 
 std::int64_t after(double seconds) {
@@ -445,6 +443,15 @@ int Transfers::wait(Number number, double timeout_s, bool expires) {
     nap_ns = std::min(nap_ns + nap_ns / 16, kLongestNapNs);
   }
   return outcome();
+}
+
+int Transfers::run(const TransferCall& call, double timeout_s) {
+  const std::int64_t number = start(call, true);
+  if (number == kDoneTransfer) return kEndedTransfer;
+  if (number < 0) return number == kInsideTransfer ? kInsideWait : kFailedTransfer;
+  const int how = wait(static_cast<Number>(number), timeout_s, true);
+  if (how == kInterruptedTransfer) break_off(static_cast<Number>(number));
+  return how;
 }
 
 void Transfers::break_off(Number number) {

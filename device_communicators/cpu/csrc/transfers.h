@@ -56,6 +56,8 @@ class Transfers : public Movable, public std::enable_shared_from_this<Transfers>
   // At the timeout (negative: none) returns kLateTransfer, or fails the transfer if `expires`. After an interruption
   // nothing has failed yet.
   int wait(Number number, double timeout_s, bool expires);
+  // Starts it and waits. Returns how the wait ended.
+  int run(const TransferCall& call, double timeout_s);
   bool is_done(Number number);
   // Like `interrupt`, for a dropped message: later messages can't be received then.
   void break_off(Number number);

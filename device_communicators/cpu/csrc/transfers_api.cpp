@@ -177,15 +177,7 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   const TransferCall call = call_of(given, given[7]);
   const std::shared_ptr<Transfers> transfers = shared(given[0]);
   const double timeout_s = seconds_of(given[8]);
-  return unlocked([&]() -> std::int64_t {
-    const std::int64_t number = transfers->start(call, true);
-    if (number == kInsideTransfer) return kInsideWait;
-    if (number == kRefusedTransfer) return kFailedTransfer;
-    if (number == kDoneTransfer) return kEndedTransfer;
-    const int outcome = transfers->wait(static_cast<Transfers::Number>(number), timeout_s, true);
-    if (outcome == kInterruptedTransfer) transfers->break_off(static_cast<Transfers::Number>(number));
-    return outcome;
-  });
+  return unlocked([&]() -> std::int64_t { return transfers->run(call, timeout_s); });
 }
 
 // Timeout in us. If a signal handler ends the wait, the transfer continues, unless all transfers end together.

@@ -95,6 +95,7 @@ bool waits_gently();
 constexpr std::int64_t kGentleSpinNs = 2'000;
 
 std::int64_t now_ns();
+inline std::int64_t us_since(std::int64_t started_ns) { return (now_ns() - started_ns) / 1000; }
 
 inline void pause_cpu() {
 #if defined(__x86_64__) || defined(__i386__)
