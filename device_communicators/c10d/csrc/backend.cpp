@@ -538,14 +538,20 @@ void Backend::done(int status, const char* method, Clock::time_point started) {
   std::rethrow_exception(error);
 }
 
+template <typename Function, typename... Arguments>
+void Backend::call(const char* method, Told told, Function function, Arguments... arguments) {
+  const auto started = Clock::now();
+  done(function(group_, told.word, told.shape, arguments...), method, started);
+}
+
 void Backend::call_failure_hooks() {
   callbacks_.without_interpreter([this] { Hooks::call_failed(hooks_); });
 }
 
-Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async,
-                                 std::chrono::milliseconds timeout, std::function<void()> body) {
+Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, const CallOptions& options,
+                                 std::function<void()> body) {
   check_usable(kind.method);
-  const double timeout_s = std::chrono::duration<double>(timeout_of(timeout)).count();
+  const double timeout_s = std::chrono::duration<double>(timeout_of(options.timeout)).count();
   auto ephemeral = ephemeral_ms_.load(std::memory_order_relaxed) == 0 ? nullptr : std::make_shared<Ephemeral>(*this);
   const std::size_t bytes = bytes_of(inputs);
   const Tensors& alike = kind.type == OpType::SCATTER ? outputs : inputs;
@@ -562,7 +568,7 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
     if (is_native()) library_->group_timeout(group_, timeout_s);
     body();
   };
-  if (!is_async && !coalescing_ && lane_->begin_inline()) {
+  if (!options.asyncOp && !coalescing_ && lane_->begin_inline()) {
     std::exception_ptr error;
     call->begin(*hooks_);
     try {
@@ -579,20 +585,21 @@ Backend::Started Backend::submit(Kind kind, Tensors inputs, Tensors outputs, boo
   // The destructor's `shutdown` waits for the lane's thread.
   call->body = std::move(run);
   lane_->post(call, bytes >= kPromptBytes || coalescing_);
-  if (!is_async && !coalescing_) call->wait(kNoTimeout);
+  if (!options.asyncOp && !coalescing_) call->wait(kNoTimeout);
   return kept(std::move(call));
 }
 
-Backend::Started Backend::by_gloo(OpType type, const char* method, int peer,
-                                  const std::function<Started(c10d::Backend&)>& start, Tensors averaged) {
-  check_usable(method);
-  const auto name = [callbacks = callbacks_, hooks = hooks_, method, peer](const char* text, double elapsed_s) {
+Backend::Started Backend::by_gloo(Kind kind, const std::function<Started(c10d::Backend&)>& start, Tensors averaged,
+                                  int peer) {
+  check_usable(kind.method);
+  const auto name = [callbacks = callbacks_, hooks = hooks_, method = kind.method, peer](const char* text,
+                                                                                         double elapsed_s) {
     const std::exception_ptr error = callbacks.gloo_error(text, method, peer, elapsed_s);
     if (error != nullptr) callbacks.without_interpreter([&] { Hooks::call_failed(hooks); });
     return error;
   };
   averaged = once_each(averaged);
-  if (peer < 0 && type != OpType::RECVANYSOURCE) sequence_.fetch_add(1, std::memory_order_relaxed);
+  if (peer < 0 && kind.type != OpType::RECVANYSOURCE) sequence_.fetch_add(1, std::memory_order_relaxed);
   Started work;
   try {
     work = start(*gloo());
@@ -600,7 +607,31 @@ Backend::Started Backend::by_gloo(OpType type, const char* method, int peer,
     if (const std::exception_ptr named = name(error.what(), 0)) std::rethrow_exception(named);
     throw;
   }
-  return kept(c10::make_intrusive<Borrowed>(rank_, type, std::move(work), name, std::move(averaged), size_, hooks_));
+  return kept(
+      c10::make_intrusive<Borrowed>(rank_, kind.type, std::move(work), name, std::move(averaged), size_, hooks_));
+}
+
+template <typename Written, typename Read, typename Call>
+Backend::Started Backend::resolved(Written& written, Read& read, Call call) {
+  if (!is_deferred(written) && !is_deferred(read)) return nullptr;
+  Targets targets;
+  Written outputs = staged(written, &targets);
+  Read inputs = with_values(read);
+  return filled(call(outputs, inputs), std::move(targets));
+}
+
+template <typename Call>
+Backend::Started Backend::resolved(Tensors& tensors, bool is_written, Call call) {
+  Tensors none;
+  const auto on_written = [&](Tensors& held, Tensors&) { return call(held); };
+  const auto on_read = [&](Tensors&, Tensors& held) { return call(held); };
+  return is_written ? resolved(tensors, none, on_written) : resolved(none, tensors, on_read);
+}
+
+Backend::Started Backend::filled(Started work, Targets targets) {
+  if (targets.empty()) return work;
+  if (coalescing_) targets_.insert(targets_.end(), targets.begin(), targets.end());
+  return fill_when_done(rank_, std::move(work), std::move(targets));
 }
 
 Backend::Started Backend::kept(Started work) {
@@ -616,12 +647,10 @@ void Backend::all_reduce_flat(const Tensor& x, const c10d::ReduceOp& op, int roo
     reduce_by_gathering(x, op);
     return;
   }
-  const auto started = Clock::now();
   const Told told = tell(root < 0 ? Method::kAllReduceInPlace : kReduceMethod, x, number_of(op), root);
   void* const data = x.mutable_data_ptr();
-  done(library_->all_reduce(group_, told.word, told.shape, data, data, x.numel(), static_cast<int>(how.dtype),
-                            static_cast<int>(how.op)),
-       root < 0 ? "all_reduce" : "reduce", started);
+  call(root < 0 ? "all_reduce" : "reduce", told, library_->all_reduce, data, data, x.numel(),
+       static_cast<int>(how.dtype), static_cast<int>(how.op));
 }
 
 void Backend::reduce_by_gathering(const Tensor& x, const c10d::ReduceOp& op) {
@@ -654,6 +683,7 @@ void Backend::all_reduce(const Tensor& x, const c10d::ReduceOp& op) {
 }
 
 Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  if (const auto work = resolved(tensors, true, [&](auto& held) { return allreduce(held, options); })) return work;
   if (!tensors.empty() && tensors[0].layout() != at::kStrided) return allreduce_sparse(tensors, options);
   check_alike(tensors, "all_reduce");
   const Tensor x = tensors[0];
@@ -661,103 +691,97 @@ Backend::Started Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   check_reduction(options.reduceOp, x.scalar_type());
   check(!is_average || tensors.size() == 1, "all_reduce takes one tensor a rank for an average, but got ",
         tensors.size());
+  constexpr Kind kKind = {OpType::ALLREDUCE, "all_reduce", "parallel_state:all_reduce"};
   if (is_on_gloo()) {
     return by_gloo(
-        OpType::ALLREDUCE, "all_reduce", -1,
-        [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, summed(options)); },
-        is_average ? tensors : Tensors{});
+        kKind, [&](auto& gloo) { return gloo.allreduce(tensors, summed(options)); }, is_average ? tensors : Tensors{});
   }
-  constexpr Kind kKind = {OpType::ALLREDUCE, "all_reduce", "parallel_state:all_reduce"};
   if (tensors.size() == 1) {
-    return submit(kKind, {x}, {x}, options.asyncOp, options.timeout,
-                  [this, x, op = options.reduceOp] { all_reduce(x, op); });
+    return submit(kKind, {x}, {x}, options, [this, x, op = options.reduceOp] { all_reduce(x, op); });
   }
   // As over gloo, all tensors of all ranks are reduced to one result.
-  return submit(kKind, tensors, tensors, options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
+  return submit(kKind, tensors, tensors, options, [this, tensors, op = options.reduceOp] {
     const Tensor total = reduce_rows(gather_rows(tensors), op);
     for (const Tensor& tensor : tensors) tensor.copy_(total.view(tensor.sizes()));
   });
 }
 
 Backend::Started Backend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  if (is_on_gloo()) {
-    return by_gloo(OpType::_ALLREDUCE_SPARSE, "all_reduce", -1,
-                   [&](c10d::Backend& gloo) { return gloo.allreduce(tensors, options); });
-  }
-  return submit({OpType::_ALLREDUCE_SPARSE, "all_reduce", "parallel_state:all_reduce_sparse"}, {}, tensors,
-                options.asyncOp, options.timeout,
+  constexpr Kind kKind = {OpType::_ALLREDUCE_SPARSE, "all_reduce", "parallel_state:all_reduce_sparse"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo.allreduce(tensors, options); });
+  return submit(kKind, {}, tensors, options,
                 [this, tensors, options]() mutable { gloo()->allreduce(tensors, options)->wait(); });
 }
 
 Backend::Started Backend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  if (const auto work = resolved(tensors, true, [&](auto& held) { return allreduce_coalesced(held, options); }))
+    return work;
   check(!tensors.empty(), "all_reduce_coalesced takes at least one tensor");
   for (const Tensor& tensor : tensors) {
     check_dense(tensor, "all_reduce_coalesced");
     check_reduction(options.reduceOp, tensor.scalar_type());
   }
+  constexpr Kind kKind = {OpType::ALLREDUCE_COALESCED, "all_reduce", "parallel_state:all_reduce_coalesced"};
   if (is_on_gloo()) {
     return by_gloo(
-        OpType::ALLREDUCE_COALESCED, "all_reduce", -1,
-        [&](c10d::Backend& gloo) { return gloo.allreduce_coalesced(tensors, summed(options)); },
+        kKind, [&](auto& gloo) { return gloo.allreduce_coalesced(tensors, summed(options)); },
         options.reduceOp == RedOp::AVG ? tensors : Tensors{});
   }
-  return submit({OpType::ALLREDUCE_COALESCED, "all_reduce", "parallel_state:all_reduce_coalesced"}, tensors, tensors,
-                options.asyncOp, options.timeout, [this, tensors, op = options.reduceOp] {
-                  if (!any_overlap(tensors)) {
-                    for (const Tensor& tensor : tensors) all_reduce(tensor, op);
-                    return;
-                  }
-                  // In place, one tensor's result would be reduced again.
-                  Tensors totals;
-                  for (const Tensor& tensor : tensors) totals.push_back(tensor.clone(at::MemoryFormat::Contiguous));
-                  for (const Tensor& total : totals) all_reduce_flat(total, op);
-                  for (std::size_t index = 0; index < tensors.size(); ++index) tensors[index].copy_(totals[index]);
-                });
+  return submit(kKind, tensors, tensors, options, [this, tensors, op = options.reduceOp] {
+    if (!any_overlap(tensors)) {
+      for (const Tensor& tensor : tensors) all_reduce(tensor, op);
+      return;
+    }
+    // In place, one tensor's result would be reduced again.
+    Tensors totals;
+    for (const Tensor& tensor : tensors) totals.push_back(tensor.clone(at::MemoryFormat::Contiguous));
+    for (const Tensor& total : totals) all_reduce_flat(total, op);
+    for (std::size_t index = 0; index < tensors.size(); ++index) tensors[index].copy_(totals[index]);
+  });
 }
 
 Backend::Started Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  if (const auto work = resolved(tensors, rank_ == options.rootRank, [&](auto& held) { return reduce(held, options); }))
+    return work;
   const Tensor x = only(tensors, "reduce");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "reduce");
   check_reduction(options.reduceOp, x.scalar_type());
+  constexpr Kind kKind = {OpType::REDUCE, "reduce", "parallel_state:reduce"};
+  const bool averages = options.reduceOp == RedOp::AVG && rank_ == root;
   if (is_on_gloo()) {
-    const bool averages = options.reduceOp == RedOp::AVG && rank_ == root;
     return by_gloo(
-        OpType::REDUCE, "reduce", -1, [&](c10d::Backend& gloo) { return gloo.reduce(tensors, summed(options)); },
-        averages ? tensors : Tensors{});
+        kKind, [&](auto& gloo) { return gloo.reduce(tensors, summed(options)); }, averages ? tensors : Tensors{});
   }
-  return submit({OpType::REDUCE, "reduce", "parallel_state:reduce"}, {x}, {x}, options.asyncOp, options.timeout,
-                [this, x, root, op = options.reduceOp] {
-                  if (size_ == 1) return;
-                  const Tensor total = x.clone(at::MemoryFormat::Contiguous);
-                  all_reduce_flat(total, op, root);
-                  if (rank_ == root) x.copy_(total);
-                });
+  return submit(kKind, {x}, {x}, options, [this, x, root, op = options.reduceOp] {
+    if (size_ == 1) return;
+    const Tensor total = x.clone(at::MemoryFormat::Contiguous);
+    all_reduce_flat(total, op, root);
+    if (rank_ == root) x.copy_(total);
+  });
 }
 
 Backend::Started Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  if (const auto work =
+          resolved(tensors, rank_ != options.rootRank, [&](auto& held) { return broadcast(held, options); }))
+    return work;
   check_alike(tensors, "broadcast");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "broadcast");
   check(options.rootTensor >= 0 && options.rootTensor < static_cast<std::int64_t>(tensors.size()),
         "broadcast: the root's tensor must be one of ", tensors.size(), ", but is ", options.rootTensor);
   const Tensor x = tensors[options.rootTensor];
-  if (is_on_gloo()) {
-    return by_gloo(OpType::BROADCAST, "broadcast", -1,
-                   [&](c10d::Backend& gloo) { return gloo.broadcast(tensors, options); });
-  }
+  constexpr Kind kKind = {OpType::BROADCAST, "broadcast", "parallel_state:broadcast"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo.broadcast(tensors, options); });
   const auto run = [this, x, root] {
     if (size_ == 1) return;
     const Tensor flat = x.contiguous();
-    const auto started = Clock::now();
-    const Told told = tell(Method::kBroadcastInPlace, flat, -1, root);
-    done(library_->broadcast(group_, told.word, told.shape, flat.mutable_data_ptr(), flat.nbytes(), root), "broadcast",
-         started);
+    call("broadcast", tell(Method::kBroadcastInPlace, flat, -1, root), library_->broadcast, flat.mutable_data_ptr(),
+         flat.nbytes(), root);
     if (rank_ != root && !flat.is_same(x)) x.copy_(flat);
   };
-  constexpr Kind kKind = {OpType::BROADCAST, "broadcast", "parallel_state:broadcast"};
-  if (tensors.size() == 1) return submit(kKind, {x}, {x}, options.asyncOp, options.timeout, run);
-  return submit(kKind, {x}, tensors, options.asyncOp, options.timeout, [run, x, tensors] {
+  if (tensors.size() == 1) return submit(kKind, {x}, {x}, options, run);
+  return submit(kKind, {x}, tensors, options, [run, x, tensors] {
     run();
     for (const Tensor& tensor : tensors) {
       if (!tensor.is_same(x)) tensor.copy_(x.view_as(tensor));
@@ -771,11 +795,8 @@ void Backend::all_gather_into(const Tensor& output, const Tensor& input) {
   if (size_ == 1) {
     out.view({-1}).copy_(in.view({-1}));
   } else {
-    const auto started = Clock::now();
-    const Told told = tell(Method::kAllGather, in);
-    done(library_->all_gather(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
-                              in.nbytes()),
-         "all_gather", started);
+    call("all_gather", tell(Method::kAllGather, in), library_->all_gather, out.mutable_data_ptr(), in.const_data_ptr(),
+         1, in.nbytes());
   }
   if (!out.is_same(output)) output.copy_(out);
 }
@@ -803,11 +824,9 @@ void Backend::all_gather_list(const Tensors& outputs, const Tensor& input) {
     if (to[rank] == nullptr) to[rank] = &nowhere;
     offset += bytes[rank];
   }
-  const auto started = Clock::now();
   const Told told = is_even ? tell(Method::kAllGather, in)
                             : told_of(kAllGathervMethod, at::IntArrayRef{}, static_cast<int>(in.scalar_type()));
-  done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(), -1), "all_gather",
-       started);
+  call("all_gather", told, library_->gatherv, to.data(), bytes.data(), in.const_data_ptr(), -1);
   offset = 0;
   for (int rank = 0; rank < size_; ++rank) {
     const Tensor& output = outputs[rank];
@@ -828,6 +847,8 @@ void Backend::check_lists(std::size_t outputs, std::size_t inputs, const char* m
 
 Backend::Started Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                     const c10d::AllgatherOptions& options) {
+  if (const auto work = resolved(outputs, inputs, [&](auto& out, auto& in) { return allgather(out, in, options); }))
+    return work;
   constexpr const char* kMethod = "all_gather";
   check_alike(inputs, kMethod);
   check(outputs.size() == inputs.size(), kMethod, " needs a list of outputs for each of the ", inputs.size(),
@@ -848,19 +869,16 @@ Backend::Started Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
   const Tensors out = outputs[0];
   check(several || out[rank_].numel() == x.numel(), "this rank's output of all_gather must have the ", x.numel(),
         " elements of its input, but has ", out[rank_].numel());
-  if (is_on_gloo()) {
-    return by_gloo(OpType::ALLGATHER, kMethod, -1,
-                   [&](c10d::Backend& gloo) { return gloo.allgather(outputs, inputs, options); });
-  }
   constexpr Kind kKind = {OpType::ALLGATHER, kMethod, "parallel_state:all_gather"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo.allgather(outputs, inputs, options); });
   if (!several) {
-    return submit(kKind, {x}, out, options.asyncOp, options.timeout, [this, x, out] { all_gather_list(out, x); });
+    return submit(kKind, {x}, out, options, [this, x, out] { all_gather_list(out, x); });
   }
   Tensors flat;
   for (const Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
   Kind kind = kKind;
   kind.list_length = out.size();
-  return submit(kind, inputs, flat, options.asyncOp, options.timeout, [this, inputs, outputs] {
+  return submit(kind, inputs, flat, options, [this, inputs, outputs] {
     const Tensor all = gather_rows(inputs);
     for (const Tensors& list : outputs) {
       for (std::size_t index = 0; index < list.size(); ++index) {
@@ -872,6 +890,9 @@ Backend::Started Backend::allgather(std::vector<Tensors>& outputs, Tensors& inpu
 
 Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                               const c10d::AllgatherOptions& options) {
+  if (const auto work =
+          resolved(outputs, inputs, [&](auto& out, auto& in) { return allgather_coalesced(out, in, options); }))
+    return work;
   check(static_cast<int>(outputs.size()) == size_, "all_gather_coalesced needs a list of outputs for each of the ",
         size_, " ranks, but got ", outputs.size());
   for (const Tensors& list : outputs) {
@@ -887,56 +908,59 @@ Backend::Started Backend::allgather_coalesced(std::vector<Tensors>& outputs, Ten
             inputs[index].scalar_type(), ", but got ", list[index].numel(), " × ", list[index].scalar_type());
     }
   }
+  constexpr Kind kKind = {OpType::ALLGATHER_COALESCED, "all_gather", "parallel_state:all_gather_coalesced"};
   if (is_on_gloo()) {
-    return by_gloo(OpType::ALLGATHER_COALESCED, "all_gather", -1,
-                   [&](c10d::Backend& gloo) { return gloo.allgather_coalesced(outputs, inputs, options); });
+    return by_gloo(kKind, [&](auto& gloo) { return gloo.allgather_coalesced(outputs, inputs, options); });
   }
   Tensors flat;
   for (const Tensors& list : outputs) flat.insert(flat.end(), list.begin(), list.end());
-  return submit({OpType::ALLGATHER_COALESCED, "all_gather", "parallel_state:all_gather_coalesced",
-                 size_ == 1 ? 0 : inputs.size()},
-                inputs, flat, options.asyncOp, options.timeout, [this, outputs, inputs] {
-                  const auto outputs_of = [&](std::size_t index) {
-                    Tensors of_ranks;
-                    for (const Tensors& list : outputs) of_ranks.push_back(list[index]);
-                    return of_ranks;
-                  };
-                  const Tensors in = before_writes(inputs, outputs_of);
-                  for (std::size_t index = 0; index < in.size(); ++index) {
-                    all_gather_list(outputs_of(index), in[index]);
-                  }
-                });
+  Kind kind = kKind;
+  kind.list_length = size_ == 1 ? 0 : inputs.size();
+  return submit(kind, inputs, flat, options, [this, outputs, inputs] {
+    const auto outputs_of = [&](std::size_t index) {
+      Tensors of_ranks;
+      for (const Tensors& list : outputs) of_ranks.push_back(list[index]);
+      return of_ranks;
+    };
+    const Tensors in = before_writes(inputs, outputs_of);
+    for (std::size_t index = 0; index < in.size(); ++index) {
+      all_gather_list(outputs_of(index), in[index]);
+    }
+  });
 }
 
 Backend::Started Backend::_allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) {
+  if (const auto work = resolved(output, input, [&](auto& out, auto& in) { return _allgather_base(out, in, options); }))
+    return work;
   check_parts(output, input, "all_gather_into_tensor", "output");
-  if (is_on_gloo()) {
-    return by_gloo(OpType::_ALLGATHER_BASE, "all_gather", -1,
-                   [&](c10d::Backend& gloo) { return gloo._allgather_base(output, input, options); });
-  }
-  return submit({OpType::_ALLGATHER_BASE, "all_gather", "parallel_state:_all_gather_base"}, {input}, {output},
-                options.asyncOp, options.timeout, [this, output, input] { all_gather_into(output, input); });
+  constexpr Kind kKind = {OpType::_ALLGATHER_BASE, "all_gather", "parallel_state:_all_gather_base"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo._allgather_base(output, input, options); });
+  return submit(kKind, {input}, {output}, options, [this, output, input] { all_gather_into(output, input); });
 }
 
 Backend::Started Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::AllgatherOptions& options) {
+  if (const auto work = resolved(
+          outputs, inputs, [&](auto& out, auto& in) { return allgather_into_tensor_coalesced(out, in, options); }))
+    return work;
   check(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
   for (std::size_t index = 0; index < inputs.size(); ++index) {
     check_parts(outputs[index], inputs[index], "all_gather_into_tensor_coalesced", "output");
   }
+  constexpr Kind kKind = {OpType::COALESCED, "all_gather", "parallel_state:all_gather_into_tensor_coalesced"};
   if (is_on_gloo()) {
-    return by_gloo(OpType::COALESCED, "all_gather", -1,
-                   [&](c10d::Backend& gloo) { return gloo.allgather_into_tensor_coalesced(outputs, inputs, options); });
+    return by_gloo(kKind, [&](auto& gloo) { return gloo.allgather_into_tensor_coalesced(outputs, inputs, options); });
   }
-  return submit({OpType::COALESCED, "all_gather", "parallel_state:all_gather_into_tensor_coalesced"}, inputs, outputs,
-                options.asyncOp, options.timeout, [this, outputs, inputs] {
-                  const Tensors in = before_writes(inputs, [&](std::size_t index) { return Tensors{outputs[index]}; });
-                  for (std::size_t index = 0; index < in.size(); ++index) all_gather_into(outputs[index], in[index]);
-                });
+  return submit(kKind, inputs, outputs, options, [this, outputs, inputs] {
+    const Tensors in = before_writes(inputs, [&](std::size_t index) { return Tensors{outputs[index]}; });
+    for (std::size_t index = 0; index < in.size(); ++index) all_gather_into(outputs[index], in[index]);
+  });
 }
 
 Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  if (const auto work = resolved(outputs, inputs, [&](auto& out, auto& in) { return gather(out, in, options); }))
+    return work;
   const Tensor x = only(inputs, "gather");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "gather");
@@ -951,41 +975,37 @@ Backend::Started Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
           "gather needs outputs of the input's ", x.numel(), " × ", x.scalar_type(), ", but got ", output.numel(),
           " × ", output.scalar_type());
   }
-  if (is_on_gloo()) {
-    return by_gloo(OpType::GATHER, "gather", -1,
-                   [&](c10d::Backend& gloo) { return gloo.gather(outputs, inputs, options); });
-  }
-  return submit(
-      {OpType::GATHER, "gather", "parallel_state:gather"}, {x}, out, options.asyncOp, options.timeout,
-      [this, x, out, root] {
-        const Tensor in = apart(x, out, rank_);
-        Tensors staged;
-        for (const Tensor& output : out) {
-          staged.push_back(output.is_contiguous() ? output : at::empty(output.sizes(), output.options()));
-        }
-        if (size_ > 1) {
-          static char nowhere;
-          std::vector<void*> to(size_, nullptr);
-          const std::vector<std::size_t> bytes(size_, in.nbytes());
-          for (std::size_t rank = 0; rank < staged.size(); ++rank) {
-            to[rank] = staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
-          }
-          const auto started = Clock::now();
-          const Told told = tell(kGatherMethod, in, -1, root);
-          done(library_->gatherv(group_, told.word, told.shape, to.data(), bytes.data(), in.const_data_ptr(), root),
-               "gather", started);
-        }
-        for (std::size_t rank = 0; rank < staged.size(); ++rank) {
-          if (static_cast<int>(rank) == rank_) {
-            out[rank].copy_(in.view(out[rank].sizes()));
-          } else if (!staged[rank].is_same(out[rank])) {
-            out[rank].copy_(staged[rank]);
-          }
-        }
-      });
+  constexpr Kind kKind = {OpType::GATHER, "gather", "parallel_state:gather"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo.gather(outputs, inputs, options); });
+  return submit(kKind, {x}, out, options, [this, x, out, root] {
+    const Tensor in = apart(x, out, rank_);
+    Tensors staged;
+    for (const Tensor& output : out) {
+      staged.push_back(output.is_contiguous() ? output : at::empty(output.sizes(), output.options()));
+    }
+    if (size_ > 1) {
+      static char nowhere;
+      std::vector<void*> to(size_, nullptr);
+      const std::vector<std::size_t> bytes(size_, in.nbytes());
+      for (std::size_t rank = 0; rank < staged.size(); ++rank) {
+        to[rank] = staged[rank].mutable_data_ptr() != nullptr ? staged[rank].mutable_data_ptr() : &nowhere;
+      }
+      call("gather", tell(kGatherMethod, in, -1, root), library_->gatherv, to.data(), bytes.data(), in.const_data_ptr(),
+           root);
+    }
+    for (std::size_t rank = 0; rank < staged.size(); ++rank) {
+      if (static_cast<int>(rank) == rank_) {
+        out[rank].copy_(in.view(out[rank].sizes()));
+      } else if (!staged[rank].is_same(out[rank])) {
+        out[rank].copy_(staged[rank]);
+      }
+    }
+  });
 }
 
 Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) {
+  if (const auto work = resolved(outputs, inputs, [&](auto& out, auto& in) { return scatter(out, in, options); }))
+    return work;
   const Tensor x = only(outputs, "scatter");
   const int root = static_cast<int>(options.rootRank);
   check_root(root, "scatter");
@@ -998,25 +1018,19 @@ Backend::Started Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs
     check(input.numel() == x.numel() && input.scalar_type() == x.scalar_type(), "scatter needs inputs of the output's ",
           x.numel(), " × ", x.scalar_type(), ", but got ", input.numel(), " × ", input.scalar_type());
   }
-  if (is_on_gloo()) {
-    return by_gloo(OpType::SCATTER, "scatter", -1,
-                   [&](c10d::Backend& gloo) { return gloo.scatter(outputs, inputs, options); });
-  }
-  return submit({OpType::SCATTER, "scatter", "parallel_state:scatter"}, in, {x}, options.asyncOp, options.timeout,
-                [this, x, in, root] {
-                  if (size_ == 1) {
-                    x.copy_(in[0]);
-                    return;
-                  }
-                  const Tensor flat = in.empty() ? Tensor() : joined(in, {x});
-                  const Tensor out = x.is_contiguous() ? x : at::empty(x.sizes(), x.options());
-                  const auto started = Clock::now();
-                  const Told told = tell(kScatterMethod, out, -1, root);
-                  done(library_->scatter(group_, told.word, told.shape, out.mutable_data_ptr(),
-                                         flat.defined() ? flat.const_data_ptr() : nullptr, out.nbytes(), root),
-                       "scatter", started);
-                  if (!out.is_same(x)) x.copy_(out);
-                });
+  constexpr Kind kKind = {OpType::SCATTER, "scatter", "parallel_state:scatter"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo.scatter(outputs, inputs, options); });
+  return submit(kKind, in, {x}, options, [this, x, in, root] {
+    if (size_ == 1) {
+      x.copy_(in[0]);
+      return;
+    }
+    const Tensor flat = in.empty() ? Tensor() : joined(in, {x});
+    const Tensor out = x.is_contiguous() ? x : at::empty(x.sizes(), x.options());
+    call("scatter", tell(kScatterMethod, out, -1, root), library_->scatter, out.mutable_data_ptr(),
+         flat.defined() ? flat.const_data_ptr() : nullptr, out.nbytes(), root);
+    if (!out.is_same(x)) x.copy_(out);
+  });
 }
 
 void Backend::reduce_scatter_into(const Tensor& output, const Tensor& input, const c10d::ReduceOp& op) {
@@ -1035,16 +1049,17 @@ void Backend::reduce_scatter_into(const Tensor& output, const Tensor& input, con
     return;
   }
   const Tensor out = output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-  const auto started = Clock::now();
-  const Told told = tell(Method::kReduceScatter, in, number_of(op));
-  done(library_->reduce_scatter(group_, told.word, told.shape, out.mutable_data_ptr(), in.const_data_ptr(), 1,
-                                out.numel(), static_cast<int>(how.dtype), static_cast<int>(how.op)),
-       "reduce_scatter", started);
+  call("reduce_scatter", tell(Method::kReduceScatter, in, number_of(op)), library_->reduce_scatter,
+       out.mutable_data_ptr(), in.const_data_ptr(), 1, out.numel(), static_cast<int>(how.dtype),
+       static_cast<int>(how.op));
   if (!out.is_same(output)) output.copy_(out);
 }
 
 Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                          const c10d::ReduceScatterOptions& options) {
+  if (const auto work =
+          resolved(outputs, inputs, [&](auto& out, auto& in) { return reduce_scatter(out, in, options); }))
+    return work;
   check_lists(inputs.size(), outputs.size(), "reduce_scatter");
   const Tensor out = only(outputs, "reduce_scatter");
   const Tensors in = inputs[0];
@@ -1060,64 +1075,71 @@ Backend::Started Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>&
   }
   check(in[rank_].numel() == out.numel(), "reduce_scatter needs this rank's input to have the ", out.numel(),
         " elements of its output, but it has ", in[rank_].numel());
+  constexpr Kind kKind = {OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"};
   if (is_on_gloo()) {
     return by_gloo(
-        OpType::REDUCE_SCATTER, "reduce_scatter", -1,
-        [&](c10d::Backend& gloo) { return gloo.reduce_scatter(outputs, inputs, summed(options)); },
+        kKind, [&](auto& gloo) { return gloo.reduce_scatter(outputs, inputs, summed(options)); },
         options.reduceOp == RedOp::AVG ? outputs : Tensors{});
   }
-  return submit({OpType::REDUCE_SCATTER, "reduce_scatter", "parallel_state:reduce_scatter"}, in, {out}, options.asyncOp,
-                options.timeout, [this, out, in, is_even, op = options.reduceOp] {
-                  if (is_even) return reduce_scatter_into(out, joined(in, {out}).view(out.scalar_type()), op);
-                  Tensors parts;
-                  for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
-                  const Tensor flat = at::cat(parts);
-                  all_reduce_flat(flat, op);
-                  std::int64_t begin = 0;
-                  for (int rank = 0; rank < rank_; ++rank) begin += in[rank].numel();
-                  out.copy_(flat.slice(0, begin, begin + out.numel()).view(out.sizes()));
-                });
+  return submit(kKind, in, {out}, options, [this, out, in, is_even, op = options.reduceOp] {
+    if (is_even) return reduce_scatter_into(out, joined(in, {out}).view(out.scalar_type()), op);
+    Tensors parts;
+    for (const Tensor& input : in) parts.push_back(input.reshape({-1}));
+    const Tensor flat = at::cat(parts);
+    all_reduce_flat(flat, op);
+    std::int64_t begin = 0;
+    for (int rank = 0; rank < rank_; ++rank) begin += in[rank].numel();
+    out.copy_(flat.slice(0, begin, begin + out.numel()).view(out.sizes()));
+  });
 }
 
 Backend::Started Backend::_reduce_scatter_base(Tensor& output, Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
+  if (const auto work =
+          resolved(output, input, [&](auto& out, auto& in) { return _reduce_scatter_base(out, in, options); }))
+    return work;
   check_parts(input, output, "reduce_scatter_tensor", "input");
   check_reduction(options.reduceOp, input.scalar_type());
+  constexpr Kind kKind = {OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "parallel_state:_reduce_scatter_base"};
   if (is_on_gloo()) {
     return by_gloo(
-        OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", -1,
-        [&](c10d::Backend& gloo) { return gloo._reduce_scatter_base(output, input, summed(options)); },
+        kKind, [&](auto& gloo) { return gloo._reduce_scatter_base(output, input, summed(options)); },
         options.reduceOp == RedOp::AVG ? Tensors{output} : Tensors{});
   }
-  return submit({OpType::_REDUCE_SCATTER_BASE, "reduce_scatter", "parallel_state:_reduce_scatter_base"}, {input},
-                {output}, options.asyncOp, options.timeout,
+  return submit(kKind, {input}, {output}, options,
                 [this, output, input, op = options.reduceOp] { reduce_scatter_into(output, input, op); });
 }
 
 Backend::Started Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
+  if (const auto work = resolved(
+          outputs, inputs, [&](auto& out, auto& in) { return reduce_scatter_tensor_coalesced(out, in, options); }))
+    return work;
   check(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced needs as many outputs as inputs, but got ",
         outputs.size(), " and ", inputs.size());
   for (std::size_t index = 0; index < inputs.size(); ++index) {
     check_parts(inputs[index], outputs[index], "reduce_scatter_tensor_coalesced", "input");
     check_reduction(options.reduceOp, inputs[index].scalar_type());
   }
+  constexpr Kind kKind = {OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter",
+                          "parallel_state:reduce_scatter_tensor_coalesced"};
   if (is_on_gloo()) {
     return by_gloo(
-        OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", -1,
-        [&](c10d::Backend& gloo) { return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, summed(options)); },
+        kKind, [&](auto& gloo) { return gloo.reduce_scatter_tensor_coalesced(outputs, inputs, summed(options)); },
         options.reduceOp == RedOp::AVG ? outputs : Tensors{});
   }
-  return submit(
-      {OpType::REDUCE_SCATTER_TENSOR_COALESCED, "reduce_scatter", "parallel_state:reduce_scatter_tensor_coalesced"},
-      inputs, outputs, options.asyncOp, options.timeout, [this, outputs, inputs, op = options.reduceOp] {
-        const Tensors in = before_writes(inputs, [&](std::size_t index) { return Tensors{outputs[index]}; });
-        for (std::size_t index = 0; index < in.size(); ++index) reduce_scatter_into(outputs[index], in[index], op);
-      });
+  return submit(kKind, inputs, outputs, options, [this, outputs, inputs, op = options.reduceOp] {
+    const Tensors in = before_writes(inputs, [&](std::size_t index) { return Tensors{outputs[index]}; });
+    for (std::size_t index = 0; index < in.size(); ++index) reduce_scatter_into(outputs[index], in[index], op);
+  });
 }
 
 Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vector<std::int64_t>& output_splits,
                                         std::vector<std::int64_t>& input_splits, const c10d::AllToAllOptions& options) {
+  if (const auto work = resolved(output, input, [&](auto& out, auto& in) {
+        return alltoall_base(out, in, output_splits, input_splits, options);
+      }))
+    return work;
   constexpr const char* kMethod = "all_to_all_single";
   check_dense(input, kMethod);
   check_dense(output, kMethod);
@@ -1148,81 +1170,72 @@ Backend::Started Backend::alltoall_base(Tensor& output, Tensor& input, std::vect
   };
   const auto in_bytes = bytes_by_rank(input, input_splits, "input"),
              out_bytes = bytes_by_rank(output, output_splits, "output");
+  constexpr Kind kKind = {OpType::ALLTOALL_BASE, "all_to_all", "parallel_state:all_to_all"};
   if (is_on_gloo()) {
-    return by_gloo(OpType::ALLTOALL_BASE, kMethod, -1, [&](c10d::Backend& gloo) {
-      return gloo.alltoall_base(output, input, output_splits, input_splits, options);
-    });
+    return by_gloo({OpType::ALLTOALL_BASE, kMethod, nullptr},
+                   [&](auto& gloo) { return gloo.alltoall_base(output, input, output_splits, input_splits, options); });
   }
-  return submit({OpType::ALLTOALL_BASE, "all_to_all", "parallel_state:all_to_all"}, {input}, {output}, options.asyncOp,
-                options.timeout, [this, output, input, in_bytes, out_bytes] {
-                  if (size_ == 1) {
-                    output.copy_(input.view(output.sizes()));
-                    return;
-                  }
-                  const Tensor in = overlap(output, input) ? input.clone() : input;
-                  const auto started = Clock::now();
-                  const Told told =
-                      told_of(Method::kAllToAll, input.dim() > 1 ? input.sizes().slice(1) : at::IntArrayRef{},
+  return submit(kKind, {input}, {output}, options, [this, output, input, in_bytes, out_bytes] {
+    if (size_ == 1) {
+      output.copy_(input.view(output.sizes()));
+      return;
+    }
+    const Tensor in = overlap(output, input) ? input.clone() : input;
+    const Told told = told_of(Method::kAllToAll, input.dim() > 1 ? input.sizes().slice(1) : at::IntArrayRef{},
                               static_cast<int>(input.scalar_type()));
-                  done(library_->all_to_all(group_, told.word, told.shape, output.mutable_data_ptr(),
-                                            in.const_data_ptr(), out_bytes.data(), in_bytes.data()),
-                       "all_to_all", started);
-                });
+    call("all_to_all", told, library_->all_to_all, output.mutable_data_ptr(), in.const_data_ptr(), out_bytes.data(),
+         in_bytes.data());
+  });
 }
 
 Backend::Started Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  if (const auto work = resolved(outputs, inputs, [&](auto& out, auto& in) { return alltoall(out, in, options); }))
+    return work;
   constexpr const char* kMethod = "all_to_all";
   check(static_cast<int>(inputs.size()) == size_ && static_cast<int>(outputs.size()) == size_, kMethod,
         " needs an input and an output for each of the ", size_, " ranks, but got ", inputs.size(), " and ",
         outputs.size());
   for (const Tensor& each : inputs) check_dense(each, kMethod);
   for (const Tensor& each : outputs) check_dense(each, kMethod);
+  constexpr Kind kKind = {OpType::ALLTOALL, kMethod, "parallel_state:all_to_all"};
   if (is_on_gloo()) {
-    return by_gloo(OpType::ALLTOALL, "all_to_all", -1,
-                   [&](c10d::Backend& gloo) { return gloo.alltoall(outputs, inputs, options); });
+    return by_gloo({OpType::ALLTOALL, "all_to_all", nullptr},
+                   [&](auto& gloo) { return gloo.alltoall(outputs, inputs, options); });
   }
-  return submit(
-      {OpType::ALLTOALL, kMethod, "parallel_state:all_to_all"}, inputs, outputs, options.asyncOp, options.timeout,
-      [this, outputs, inputs] {
-        if (size_ == 1) {
-          outputs[0].copy_(inputs[0]);
-          return;
-        }
-        std::vector<std::size_t> in_bytes, out_bytes;
-        for (const Tensor& input : inputs) in_bytes.push_back(input.nbytes());
-        for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
-        const Tensor in = joined(inputs, outputs);
-        void* const begin = begin_of_joined(outputs);
-        Tensor out;
-        if (begin == nullptr) out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options());
-        const auto started = Clock::now();
-        const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
-        done(library_->all_to_all(group_, told.word, told.shape, begin == nullptr ? out.mutable_data_ptr() : begin,
-                                  in.const_data_ptr(), out_bytes.data(), in_bytes.data()),
-             "all_to_all", started);
-        if (begin != nullptr) return;
-        std::int64_t at = 0;
-        for (const Tensor& output : outputs) {
-          const std::int64_t end = at + static_cast<std::int64_t>(output.nbytes());
-          if (output.numel() != 0) {
-            output.copy_(out.slice(0, at, end).clone().view(output.scalar_type()).view(output.sizes()));
-          }
-          at = end;
-        }
-      });
+  return submit(kKind, inputs, outputs, options, [this, outputs, inputs] {
+    if (size_ == 1) {
+      outputs[0].copy_(inputs[0]);
+      return;
+    }
+    std::vector<std::size_t> in_bytes, out_bytes;
+    for (const Tensor& input : inputs) in_bytes.push_back(input.nbytes());
+    for (const Tensor& output : outputs) out_bytes.push_back(output.nbytes());
+    const Tensor in = joined(inputs, outputs);
+    void* const begin = begin_of_joined(outputs);
+    Tensor out;
+    if (begin == nullptr) out = at::empty({static_cast<std::int64_t>(bytes_of(outputs))}, in.options());
+    const Told told = told_of(Method::kAllToAll, at::IntArrayRef{}, static_cast<int>(inputs[0].scalar_type()));
+    call("all_to_all", told, library_->all_to_all, begin == nullptr ? out.mutable_data_ptr() : begin,
+         in.const_data_ptr(), out_bytes.data(), in_bytes.data());
+    if (begin != nullptr) return;
+    std::int64_t at = 0;
+    for (const Tensor& output : outputs) {
+      const std::int64_t end = at + static_cast<std::int64_t>(output.nbytes());
+      if (output.numel() != 0) {
+        output.copy_(out.slice(0, at, end).clone().view(output.scalar_type()).view(output.sizes()));
+      }
+      at = end;
+    }
+  });
 }
 
 Backend::Started Backend::barrier(const c10d::BarrierOptions& options) {
-  if (is_on_gloo()) {
-    return by_gloo(OpType::BARRIER, "barrier", -1, [&](c10d::Backend& gloo) { return gloo.barrier(options); });
-  }
-  return submit({OpType::BARRIER, "barrier", "parallel_state:barrier"}, {}, {}, options.asyncOp, options.timeout,
-                [this] {
-                  if (size_ == 1) return;
-                  const auto started = Clock::now();
-                  const Told told = told_of(Method::kBarrier, at::IntArrayRef{}, 0);
-                  done(library_->barrier(group_, told.word, told.shape), "barrier", started);
-                });
+  constexpr Kind kKind = {OpType::BARRIER, "barrier", "parallel_state:barrier"};
+  if (is_on_gloo()) return by_gloo(kKind, [&](auto& gloo) { return gloo.barrier(options); });
+  return submit(kKind, {}, {}, options, [this] {
+    if (size_ == 1) return;
+    call("barrier", told_of(Method::kBarrier, at::IntArrayRef{}, 0), library_->barrier);
+  });
 }
 
 void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
@@ -1230,7 +1243,9 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_al
   callbacks_.monitored_barrier(timeout_of(options.timeout), wait_all_ranks);
 }
 
-Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int tag) {
+Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int tag,
+                                   const std::function<Started(c10d::Backend&)>& start) {
+  if (!pairs_) return by_gloo(kind, start, {}, peer);
   check_usable(kind.method);
   const Tensor x = only(tensors, kind.method);
   const bool sends = kind.type == OpType::SEND;
@@ -1256,25 +1271,21 @@ Backend::Started Backend::transfer(Kind kind, Tensors& tensors, int peer, int ta
 }
 
 Backend::Started Backend::send(Tensors& tensors, int dst, int tag) {
-  if (!pairs_) {
-    return by_gloo(OpType::SEND, "send", dst, [&](c10d::Backend& gloo) { return gloo.send(tensors, dst, tag); });
-  }
-  return transfer({OpType::SEND, "send", "parallel_state:send"}, tensors, dst, tag);
+  if (const auto work = resolved(tensors, false, [&](auto& held) { return send(held, dst, tag); })) return work;
+  return transfer({OpType::SEND, "send", "parallel_state:send"}, tensors, dst, tag,
+                  [&](auto& gloo) { return gloo.send(tensors, dst, tag); });
 }
 
 Backend::Started Backend::recv(Tensors& tensors, int src, int tag) {
-  if (!pairs_) {
-    return by_gloo(OpType::RECV, "recv", src, [&](c10d::Backend& gloo) { return gloo.recv(tensors, src, tag); });
-  }
-  return transfer({OpType::RECV, "recv", "parallel_state:recv"}, tensors, src, tag);
+  if (const auto work = resolved(tensors, true, [&](auto& held) { return recv(held, src, tag); })) return work;
+  return transfer({OpType::RECV, "recv", "parallel_state:recv"}, tensors, src, tag,
+                  [&](auto& gloo) { return gloo.recv(tensors, src, tag); });
 }
 
 Backend::Started Backend::recvAnysource(Tensors& tensors, int tag) {
-  if (!pairs_) {
-    return by_gloo(OpType::RECVANYSOURCE, "recv", -1,
-                   [&](c10d::Backend& gloo) { return gloo.recvAnysource(tensors, tag); });
-  }
-  return transfer({OpType::RECVANYSOURCE, "recv", "parallel_state:recvAnySource"}, tensors, Pairs::kAnySource, tag);
+  if (const auto work = resolved(tensors, true, [&](auto& held) { return recvAnysource(held, tag); })) return work;
+  return transfer({OpType::RECVANYSOURCE, "recv", "parallel_state:recvAnySource"}, tensors, Pairs::kAnySource, tag,
+                  [&](auto& gloo) { return gloo.recvAnysource(tensors, tag); });
 }
 
 namespace {
@@ -1337,6 +1348,7 @@ class Together final : public Operation {
 void Backend::startCoalescing() {
   coalescing_ = true;
   coalesced_.clear();
+  targets_.clear();
 }
 
 Backend::Started Backend::endCoalescing() {
@@ -1344,14 +1356,15 @@ Backend::Started Backend::endCoalescing() {
   std::vector<Started> works;
   works.swap(coalesced_);
   if (works.empty()) return nullptr;
-  if (works.size() == 1) return works[0];
+  if (works.size() == 1) return filled(works[0], std::exchange(targets_, {}));
   Tensors outputs;
   for (const Started& work : works) {
     const Tensors of_work = work->result();
     outputs.insert(outputs.end(), of_work.begin(), of_work.end());
   }
-  return c10::make_intrusive<Together>(rank_, std::move(works), std::move(outputs),
-                                       sequence_.load(std::memory_order_relaxed));
+  return filled(c10::make_intrusive<Together>(rank_, std::move(works), std::move(outputs),
+                                              sequence_.load(std::memory_order_relaxed)),
+                std::exchange(targets_, {}));
 }
 
 c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,

@@ -2,6 +2,8 @@
 // choose the same.
 #pragma once
 
+#include "../../cpu/csrc/call.h"
+#include "deferred.h"
 #include "pairs.h"
 
 namespace parallel_state {
@@ -39,7 +41,7 @@ struct Callbacks {
   std::function<Group(const std::vector<std::int64_t>& excluded, Timeout timeout, bool renumber)> shrink;
 };
 
-class Backend : public HookedBackend {
+class Backend final : public HookedBackend {
  public:
   struct Options : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("parallel_state", timeout) {}
@@ -131,12 +133,23 @@ class Backend : public HookedBackend {
     std::size_t list_length = 0;
   };
 
-  Started submit(Kind kind, Tensors inputs, Tensors outputs, bool is_async, std::chrono::milliseconds timeout,
-                 std::function<void()> body);
-  Started by_gloo(c10d::OpType type, const char* method, int peer, const std::function<Started(c10d::Backend&)>& start,
-                  Tensors averaged = {});
-  Started transfer(Kind kind, Tensors& tensors, int peer, int tag);
+  struct CallOptions {
+    template <typename Given>
+    CallOptions(const Given& given) : asyncOp(given.asyncOp), timeout(given.timeout) {}
+    bool asyncOp;
+    std::chrono::milliseconds timeout;
+  };
+
+  Started submit(Kind kind, Tensors inputs, Tensors outputs, const CallOptions& options, std::function<void()> body);
+  Started by_gloo(Kind kind, const std::function<Started(c10d::Backend&)>& start, Tensors averaged = {}, int peer = -1);
+  Started transfer(Kind kind, Tensors& tensors, int peer, int tag, const std::function<Started(c10d::Backend&)>& start);
   Started kept(Started work);
+  // Makes the call on copies of deferred tensors. Null if none is deferred.
+  template <typename Written, typename Read, typename Call>
+  Started resolved(Written& written, Read& read, Call call);
+  template <typename Call>
+  Started resolved(Tensors& tensors, bool is_written, Call call);
+  Started filled(Started work, Targets targets);
 
   // A forked child has the memory, but is no rank.
   bool is_forked_child() const { return made_in_ != fork_generation(); }
@@ -158,6 +171,8 @@ class Backend : public HookedBackend {
   bool end_calls(bool in_order);
   void call_failure_hooks();
   void done(int status, const char* method, Clock::time_point started);
+  template <typename Function, typename... Arguments>
+  void call(const char* method, Told told, Function function, Arguments... arguments);
   struct Ephemeral {
     explicit Ephemeral(Backend& of);
     ~Ephemeral();
@@ -194,6 +209,7 @@ class Backend : public HookedBackend {
   double timeout_s_ = 0;
   bool coalescing_ = false;
   std::vector<Started> coalesced_;
+  Targets targets_;  // of `coalesced_`
 };
 
 }  // namespace parallel_state

@@ -9,7 +9,6 @@
 #include "../../cpu/csrc/signals.h"
 #include "control_store.h"
 #include "reconfigurable.h"
-#include "resolving.h"
 
 namespace py = pybind11;
 
@@ -65,17 +64,51 @@ std::shared_ptr<py::object> held(py::object object) {
   });
 }
 
+struct Method {
+  std::shared_ptr<py::object> owner;
+  const char* name;
+
+  template <typename Result, typename... Arguments>
+  operator std::function<Result(Arguments...)>() const {
+    return [owner = owner, name = name](Arguments... arguments) {
+      const py::gil_scoped_acquire gil;
+      return owner->attr(name)(arguments...).template cast<Result>();
+    };
+  }
+};
+
+// A method that returns an error.
+struct ErrorMethod {
+  std::shared_ptr<py::object> owner;
+  const char* name;
+  const char* otherwise;
+
+  template <typename... Arguments>
+  operator std::function<std::exception_ptr(Arguments...)>() const {
+    return [owner = owner, name = name, otherwise = otherwise](Arguments... arguments) {
+      return python_error(otherwise, [&] { return owner->attr(name)(arguments...); });
+    };
+  }
+};
+
+// Called while objects end: ignores exceptions.
+std::function<void()> last_method(const std::shared_ptr<py::object>& owner, const char* name) {
+  return [owner, name] {
+    if (Py_IsInitialized() == 0 || is_finalizing()) return;
+    const py::gil_scoped_acquire gil;
+    try {
+      owner->attr(name)();
+    } catch (py::error_already_set& raised) {
+      raised.discard_as_unraisable(name);
+    }
+  };
+}
+
 Callbacks callbacks_of(const py::object& python) {
   const std::shared_ptr<py::object> owner = held(python);
   Callbacks made;
-  made.collective_error = [owner](int status, const char* method, double elapsed_s, double timeout_s) {
-    return python_error("a collective failed",
-                        [&] { return owner->attr("collective_error")(status, method, elapsed_s, timeout_s); });
-  };
-  made.window_error = [owner](int status, const char* method, int rank, double elapsed_s, double timeout_s) {
-    return python_error("a call of a window failed",
-                        [&] { return owner->attr("window_error")(status, method, rank, elapsed_s, timeout_s); });
-  };
+  made.collective_error = ErrorMethod{owner, "collective_error", "a collective failed"};
+  made.window_error = ErrorMethod{owner, "window_error", "a call of a window failed"};
   made.pair_error = [owner](const TransferFailure& failure) {
     std::vector<std::int64_t> words(sizeof failure / sizeof(std::int64_t));
     std::memcpy(words.data(), &failure, sizeof failure);
@@ -94,70 +127,28 @@ Callbacks callbacks_of(const py::object& python) {
   made.usage_error = [owner](const std::string& text, bool is_forked) {
     return python_error(text.c_str(), [&] { return owner->attr("usage_error")(text, is_forked); });
   };
-  made.monitored_barrier = [owner](std::chrono::milliseconds timeout, bool wait_all_ranks) {
-    const py::gil_scoped_acquire gil;
-    owner->attr("monitored_barrier")(timeout, wait_all_ranks);
-  };
-  made.failed = [owner](const char* method) {
-    return python_error("the group failed earlier", [&] { return owner->attr("failed")(method); });
-  };
-  made.leave = [owner] {
-    if (Py_IsInitialized() == 0 || is_finalizing()) return;
-    const py::gil_scoped_acquire gil;
-    try {
-      owner->attr("leave")();
-    } catch (py::error_already_set& raised) {
-      raised.discard_as_unraisable("leave");
-    }
-  };
+  made.monitored_barrier = Method{owner, "monitored_barrier"};
+  made.failed = ErrorMethod{owner, "failed", "the group failed earlier"};
+  made.leave = last_method(owner, "leave");
   python.attr("note_failure") =
       py::cpp_function([error = made.error](int type) { *error = static_cast<c10d::ErrorType>(type); });
   made.gloo_error = [owner](const char* text, const char* method, int peer, double elapsed_s) {
     return python_error(text, [&] { return owner->attr("gloo_error")(text, method, peer, elapsed_s); });
   };
-  made.set_timeout = [owner](std::chrono::milliseconds timeout) {
-    const py::gil_scoped_acquire gil;
-    owner->attr("set_timeout")(timeout);
-  };
-  made.suspend = [owner](bool is_busy) {
-    const py::gil_scoped_acquire gil;
-    owner->attr("suspend")(is_busy);
-  };
-  made.resume = [owner] {
-    const py::gil_scoped_acquire gil;
-    owner->attr("resume")();
-  };
-  made.memory_stats = [owner] {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("memory_stats")().cast<std::unordered_map<std::string, std::uint64_t>>();
-  };
-  made.group_of_one = [owner] {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("group_of_one")().cast<std::pair<std::string, std::uint64_t>>();
-  };
+  made.set_timeout = Method{owner, "set_timeout"};
+  made.suspend = Method{owner, "suspend"};
+  made.resume = Method{owner, "resume"};
+  made.memory_stats = Method{owner, "memory_stats"};
+  made.group_of_one = Method{owner, "group_of_one"};
   made.without_interpreter = [](const std::function<void()>& run) {
     if (Py_IsInitialized() == 0 || is_finalizing() || PyGILState_Check() == 0) return run();
     const py::gil_scoped_release released;
     run();
   };
-  made.make_gloo = [owner] {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("make_gloo")().cast<c10::intrusive_ptr<c10d::Backend>>();
-  };
-  made.split = [owner](const Callbacks::Store& store, const std::vector<int>& ranks, Callbacks::Timeout timeout,
-                       const std::string& name) {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("split")(store, ranks, timeout, name).cast<Callbacks::Group>();
-  };
-  made.merge = [owner](const Callbacks::Store& store, int rank, int size, Callbacks::Timeout timeout,
-                       const std::string& name) {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("merge")(store, rank, size, timeout, name).cast<Callbacks::Group>();
-  };
-  made.shrink = [owner](const std::vector<std::int64_t>& excluded, Callbacks::Timeout timeout, bool renumber) {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("shrink")(excluded, timeout, renumber).cast<Callbacks::Group>();
-  };
+  made.make_gloo = Method{owner, "make_gloo"};
+  made.split = Method{owner, "split"};
+  made.merge = Method{owner, "merge"};
+  made.shrink = Method{owner, "shrink"};
   return made;
 }
 
@@ -165,7 +156,7 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, st
                                  const std::string& library, std::uint64_t group, std::uintptr_t transfers,
                                  std::chrono::milliseconds timeout, const py::object& python) {
   const auto loaded = library.empty() ? nullptr : std::make_shared<const Library>(library);
-  c10::intrusive_ptr<Backend> made = c10::make_intrusive<ResolvingBackend>(
+  c10::intrusive_ptr<Backend> made = c10::make_intrusive<Backend>(
       rank, size, loaded, group, reinterpret_cast<void*>(transfers), timeout, callbacks_of(python));
   made->options()->group_name = name;
   made->options()->global_ranks_in_group = std::move(global_ranks);
@@ -196,10 +187,7 @@ c10::intrusive_ptr<Backend> make(int rank, int size, const std::string& name, st
 ReconfigurableBackend::Membership membership_of(const py::object& python) {
   const std::shared_ptr<py::object> owner = held(python);
   ReconfigurableBackend::Membership made;
-  made.handle = [owner] {
-    const py::gil_scoped_acquire gil;
-    return owner->attr("handle")().cast<std::string>();
-  };
+  made.handle = Method{owner, "handle"};
   made.reconfigure = [owner](const c10d::ReconfigureOptions& options) {
     const py::gil_scoped_acquire gil;
     const bool is_ordered = std::holds_alternative<ReconfigurableBackend::Handles>(options.handles);
@@ -207,20 +195,9 @@ ReconfigurableBackend::Membership membership_of(const py::object& python) {
     return owner->attr("reconfigure")(options.uuid, handles, is_ordered, options.timeout, options.hints)
         .cast<ReconfigurableBackend::Group>();
   };
-  made.no_group = [owner](const char* method) {
-    return python_error("the group was not made yet", [&] { return owner->attr("no_group")(method); });
-  };
-  const auto told = [owner](const char* method) {
-    if (Py_IsInitialized() == 0 || is_finalizing()) return;
-    const py::gil_scoped_acquire gil;
-    try {
-      owner->attr(method)();
-    } catch (py::error_already_set& raised) {
-      raised.discard_as_unraisable(method);
-    }
-  };
-  made.revoke = [told] { told("revoke"); };
-  made.close = [told] { told("close"); };
+  made.no_group = ErrorMethod{owner, "no_group", "the group was not made yet"};
+  made.revoke = last_method(owner, "revoke");
+  made.close = last_method(owner, "close");
   return made;
 }
 
@@ -314,8 +291,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("memory_stats", &Backend::getMemoryStats, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &Backend::shutdown, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Backend::abort, py::call_guard<py::gil_scoped_release>());
-  py::class_<parallel_state::ResolvingBackend, Backend, c10::intrusive_ptr<parallel_state::ResolvingBackend>>(
-      module, "ResolvingBackend");
   module.def("make", &parallel_state::make, py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("global_ranks"),
              py::arg("library"), py::arg("group"), py::arg("transfers"), py::arg("timeout"), py::arg("python"));
   module.def("wait_for_failure_hooks", &parallel_state::Hooks::wait_for_failed, py::arg("limit"),
