@@ -8,23 +8,25 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from device_communicators.base.errors import ConfigMismatchError, InvalidArgumentError
-from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage
 
 MOST_BYTES = (32 << 20) - 4096
 """Largest request in bytes; copy of kMostStoreBytes in csrc/store.h."""
 MAGIC = b"\0PSCTRL1"
 _MOST_PARTS = 1 << 17
-_QUESTION = 11
-"""Value of StoreCall::kQuestion in csrc/store.h."""
+CHECK, _QUESTION = 5, 11
+"""Values of StoreCall in csrc/store.h."""
 _HEAD, _LENGTH = struct.Struct("<BI"), struct.Struct("<I")
 _SLICE_S = 0.05
+_PAUSE_S = 0.001
 CONNECT_S = 2.0
 _SHOWN_BYTES = 48
+_Key = TypeVar("_Key", bound=Hashable)
 
 
 class ForeignServiceError(Exception):
@@ -42,24 +44,32 @@ def in_words(answer: bytes) -> str:
     return f"{kind} listens there, not a store of torch or parallel_state: it answered {answer[:_SHOWN_BYTES]!r}"
 
 
-def question(library: Any, address: tuple[str, int], token: str, text: str, limit_s: float) -> bytes:
-    """Sends `text` to the process at `address` and returns the reply of its callback `on_question`; see `World.meet`.
-    `token`: that process's secret.
+def ask(
+    library: Any, servers: Mapping[_Key, tuple[str, int, str]], rank: int, question: bytes, limit_s: float
+) -> dict[_Key, tuple[int, bytes]]:
+    """Sends `question` to the processes at `servers` and returns the replies of their callbacks `on_question`; see
+    `World.meet`. `servers`: numeric address, port and secret of each process. `rank`: the asking process's, or -1.
 
-    Raises OSError for connection failures and timeouts, ForeignServiceError if another kind of service listens at
-    `address`, and ConfigMismatchError for another protocol version.
+    A reply is (0, bytes), or an error as (errno, text). ETIME: the process runs, but its Python code doesn't reply. If
+    `question` is empty, a process replies without Python code.
     """
-    hosts = ",".join(str(where[0]) for *_, where in resolve(*address))
-    client = library.ps_store_client(hosts.encode(), address[1], token.encode())
-    request = Request(library, client, packed(_QUESTION, [text]), limit_s)
+    content = packed(_QUESTION, [b"%d " % rank + question]) if question else packed(CHECK, [])
+    asked: dict[_Key, Request] = {}
+    found: dict[_Key, tuple[int, bytes]] = {}
     try:
-        code, reply = request.wait()
-        if code == 0 and reply[0] == 0:
-            return parts_of(reply)[0]
-        raise error_of(code or errno.EPROTO, reply)
+        for key, (host, port, token) in servers.items():
+            client = library.ps_store_client(host.encode(), port, token.encode())
+            asked[key] = Request(library, client, content, limit_s, limit_s)
+        while len(found) < len(asked):
+            for key in asked.keys() - found.keys():
+                if (result := asked[key].poll(0.0)) is not None:
+                    code, reply = result
+                    found[key] = code, b"".join(parts_of(reply)) if code == 0 else reply
+            time.sleep(_PAUSE_S)
     finally:
-        request.close()
-        library.ps_store_close(client)
+        for request in asked.values():
+            request.close()
+    return {key: found[key] for key in servers}
 
 
 class Request:
@@ -83,8 +93,14 @@ class Request:
 
     def wait(self) -> tuple[int, bytes]:
         """Waits for the reply. Returns (0, reply), or an error as (errno, text)."""
-        while (code := -self._library.ps_store_wait(self._handle, _SLICE_S)) == errno.EAGAIN:
+        while (result := self.poll(_SLICE_S)) is None:
             pass
+        return result
+
+    def poll(self, limit_s: float) -> tuple[int, bytes] | None:
+        code = -self._library.ps_store_wait(self._handle, limit_s)
+        if code == errno.EAGAIN:
+            return None
         buffer = ctypes.create_string_buffer(1 << 12)
         size = self._library.ps_store_take(self._handle, buffer, len(buffer))
         if size > len(buffer):

@@ -35,11 +35,11 @@ from device_communicators.base.errors import (
 from device_communicators.base.helper_threads import HelperThread, prepare_exit
 from device_communicators.base.host import resolve
 from device_communicators.base.limits import name_shortage, naming_shortages
+from device_communicators.control.client import ask
 
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-MOST_STATUS_BYTES = 64 << 10
 MOST_TEXT_BYTES = 256
 LINGER_S = 1.0
 GREETING_BYTES = 44
@@ -58,9 +58,7 @@ _BOARDS = ("/memfd:ps-control", "/dev/shm/#")
 _LEFT, _EXITED, _UNREACHABLE, _FAILED, _STOPPED = 1, 2, 4, 8, 32
 """Values of EndFlag in csrc/core.h."""
 _KINDS = ((_FAILED, "failed"), (_EXITED, "died"), (_STOPPED, "stopped"))
-_REPORT, _ASK, _REPLY = 15, 16, 17
-"""Values of Event::Kind in csrc/core.h."""
-_DIED, _HAS_LEFT, _DECIDED, _ASKED, _ANSWERED, _REFUSED, _LOGGED, _OVER = range(1, 9)
+_DIED, _HAS_LEFT, _DECIDED, _ASKED, _REFUSED, _LOGGED, _OVER = range(1, 8)
 """Values of Inbox::Kind in csrc/driver.h."""
 _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
@@ -148,15 +146,6 @@ class Verdict(NamedTuple):
     ranks: list[int]
 
 
-class _Asked:
-    def __init__(self, count: int, on_replies: Callable[[dict[int, bytes]], None] | None) -> None:
-        self.done = threading.Event()
-        self.result: dict[int, bytes] = {}
-        self.error: Exception | None = None
-        self.left = count
-        self.on_replies = on_replies
-
-
 class World:
     """This process's membership in one world, a set of ranks that watch each other. Thread-safe."""
 
@@ -196,11 +185,9 @@ class World:
             raise (ControlError(f"{doing} failed: {error}{advice}") if named is error else named) from error
         self.endpoint = Endpoint(proc.value, address, bound.value, shown.value.decode(), board.value)
         os.pwrite(board.value, str(self.endpoint).encode()[:_ENDPOINT_BYTES], _ENDPOINT_AT)
-        self._lock = threading.Lock()
         self._procs: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
-        self._questions: dict[int, tuple[_Asked, int]] = {}
-        self._asked = 0
+        self._servers: dict[int, tuple[str, int, str]] = {}
         self._refusal = self._end = ""
         self._on_change: Callable[[Change], None] = lambda change: None
         self._on_question: Callable[[int, bytes], Answer] = lambda rank, question: b""
@@ -241,6 +228,9 @@ class World:
         addresses: dict[str, str] = {}
         packed = b"".join(_pack(member, addresses) for member in members)
         self._on_change, self._on_question, self._look = on_change, on_question or self._on_question, look
+        self._servers = {
+            rank: (addresses[endpoint.host], endpoint.port, endpoint.token) for rank, *_, endpoint in members
+        }
         self._procs, self._ranks = procs, ranks  # before joining: for a store, the callback thread runs already
         try:
             code = self._library.ps_control_meet(self._handle, packed, len(packed), len(members))
@@ -312,45 +302,19 @@ class World:
         values = dict(zip(ordered, verdict.values, strict=True))
         return Verdict(verdict.kind, [values[rank] for rank in ranks], [])
 
-    def ask(
-        self,
-        ranks: Sequence[int],
-        question: bytes,
-        timeout_s: float,
-        on_replies: Callable[[dict[int, bytes]], None] | None = None,
-    ) -> dict[int, bytes]:
-        """Sends `question` to `ranks` and returns the replies by rank. Omits ranks that exit or reply late.
-
-        With `on_replies` this returns {} at once, and the callback thread later passes the replies to `on_replies`.
-        Calls in the callback thread must use `on_replies`.
+    def ask(self, ranks: Sequence[int], question: bytes, timeout_s: float) -> dict[int, bytes | None]:
+        """Sends `question` to `ranks` and returns the replies by rank. None: the rank's process runs, but its Python
+        code doesn't reply. Omits ranks whose process exits or doesn't run. If `question` is empty, a process replies
+        without Python code.
         """
-        asked, what, handle = _Asked(len(ranks), on_replies), f"a question to ranks {format_ranks(ranks)}", self._handle
-        if on_replies is None and threading.current_thread() is self._thread:
+        if threading.current_thread() is self._thread:
             raise UsageError(
-                f"{what} can't wait in the thread that runs the control plane's callbacks; pass on_replies="
+                f"a question to ranks {format_ranks(ranks)} can't wait in the thread that runs the control plane's "
+                "callbacks; ask in another thread"
             )
-        with self._lock:
-            numbers = {self._asked + 1 + at: rank for at, rank in enumerate(ranks)}
-            self._asked += len(numbers)
-            self._questions |= {number: (asked, rank) for number, rank in numbers.items()}
-        try:
-            for number, rank in numbers.items():
-                proc = self._procs[rank]
-                post = self._library.ps_control_post
-                self._check(post(handle, _ASK, proc, 0, number, question, len(question), timeout_s), what)
-            if on_replies is not None:
-                return {}
-            if numbers:
-                self._wait(asked, timeout_s, what)
-        except BaseException:
-            with self._lock:
-                is_ended = on_replies is not None and not numbers.keys() & self._questions.keys()
-                for number in numbers:
-                    self._questions.pop(number, None)
-            if is_ended:  # `on_replies` was called
-                return {}
-            raise
-        return dict(asked.result)
+        servers, own = {rank: self._servers[rank] for rank in ranks}, self._ranks[self.endpoint.proc]
+        results = ask(self._library, servers, own, question, timeout_s)
+        return {rank: None if code else reply for rank, (code, reply) in results.items() if code in (0, errno.ETIME)}
 
     def is_ending(self, pid: int) -> bool:
         """Returns True if the process exited, or if each of its threads is exiting or will be killed by a pending
@@ -409,7 +373,7 @@ class World:
 
     def _report(self, proc: int, flags: int, text: str) -> None:
         cut = text.encode()[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
-        code = self._library.ps_control_post(self._handle, _REPORT, proc, flags, 0, cut, len(cut), 0.0)
+        code = self._library.ps_control_report(self._handle, proc, flags, cut, len(cut))
         self._check(code, "a report")
 
     def _check(self, code: int, what: str) -> None:
@@ -436,7 +400,10 @@ class World:
             elif self._refusal:
                 raise ConfigMismatchError(self._refusal)
             elif time.monotonic() > until + _GRACE_S:
-                raise self._late(what, timeout_s)
+                raise ControlError(
+                    f"{what} did not return within {_GRACE_S:g} s after its timeout of {timeout_s:g} s: thread "
+                    "ps-control of this process hangs, or was not scheduled; see the log"
+                )
             elif not is_cancelled and (is_cancelled := give_up()):
                 cancel()
         news = _Reader(ctypes.string_at(buffer, size))
@@ -446,20 +413,6 @@ class World:
         word = _VERDICTS[news.number("B")]
         values = [news.text() for _ in range(news.number("I"))]
         return Verdict(word, values, sorted(self._ranks[news.number("Q")] for _ in range(news.number("I"))))
-
-    def _late(self, what: str, timeout_s: float) -> ControlError:
-        return ControlError(
-            f"{what} did not return within {_GRACE_S:g} s after its timeout of {timeout_s:g} s: thread ps-control of "
-            "this process hangs, or was not scheduled; see the log"
-        )
-
-    def _wait(self, asked: _Asked, timeout_s: float, what: str) -> None:
-        if self._end:  # perhaps after the question was sent
-            raise ControlError(f"{what} failed: the control plane, which connects ranks, has ended here ({self._end})")
-        if not asked.done.wait(timeout_s + _GRACE_S):
-            raise self._late(what, timeout_s)
-        if asked.error is not None:
-            raise asked.error
 
     def _listen(self) -> None:
         poll = select.poll()
@@ -479,24 +432,18 @@ class World:
                         self._guarded(self._take, _Reader(ctypes.string_at(buffer, size)))
         finally:
             self._end = self._end or "its helper thread ended"
-            self._end_calls(
-                lambda: ControlError(
-                    f"the call failed: the control plane, which connects ranks, has ended here ({self._end})"
-                )
-            )
             self._library.ps_control_close(self._handle)
 
     def _take(self, news: _Reader) -> None:
         kind, flags, proc, number, text = _head_of(news)
         rank = self._ranks.get(proc, -1)
-        if kind == _ANSWERED:
-            self._take_reply(number, None if flags else text)
-        elif kind == _ASKED:
-            reply = self._guarded(self._on_question, rank, text) or b""
+        if kind == _ASKED:
+            asker, _, question = text.partition(b" ")
+            reply = self._guarded(self._on_question, int(asker), question) or b""
             if callable(reply):
-                self._guarded(reply, partial(self._reply, proc, number))
+                self._guarded(reply, partial(self._reply, number))
             else:
-                self._reply(proc, number, reply)
+                self._reply(number, reply)
         elif kind == _OVER:
             self._end = f"its thread failed: {_words(text)}" if flags else "this process left the world"
             if flags:
@@ -505,7 +452,6 @@ class World:
         elif kind == _REFUSED:
             self._refusal = _words(text)
             logger.error("the control plane can't join the world: %s", self._refusal)
-            self._end_calls(lambda: ConfigMismatchError(self._refusal))
         elif kind == _LOGGED:
             level = logging.WARNING if flags else logging.INFO
             logger.log(level, "control plane: %s%s", _words(text), f" (rank {rank})" if rank >= 0 else "")
@@ -513,32 +459,8 @@ class World:
             word, by = "left" if kind == _HAS_LEFT else _kind_of(flags), self._ranks.get(number, -1)
             self._guarded(self._on_change, Change(word, rank, _words(text), by))
 
-    def _reply(self, proc: int, number: int, reply: bytes) -> None:
-        size = min(len(reply), MOST_STATUS_BYTES) if proc else len(reply)
-        self._library.ps_control_post(self._handle, _REPLY, proc, 0, number, reply, size, 0.0)
-
-    def _take_reply(self, number: int, reply: bytes | None) -> None:
-        with self._lock:
-            asked, rank = self._questions.pop(number, (None, -1))
-        if asked is None:
-            return
-        if reply is not None:
-            asked.result[rank] = reply
-        asked.left -= 1
-        if asked.left == 0:
-            asked.done.set()
-            if asked.on_replies is not None:
-                self._guarded(asked.on_replies, asked.result)
-
-    def _end_calls(self, error: Callable[[], Exception]) -> None:
-        with self._lock:
-            calls = {id(asked): asked for asked, _ in self._questions.values()}
-            self._questions.clear()
-        for call in calls.values():
-            call.error = error()
-            call.done.set()
-            if call.on_replies is not None:
-                self._guarded(call.on_replies, call.result)
+    def _reply(self, number: int, reply: bytes) -> None:
+        self._library.ps_control_reply(self._handle, number, reply, len(reply))
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -18,6 +18,7 @@ from device_communicators.base.errors import ConfigMismatchError
 from device_communicators.base.helper_threads import Call
 from device_communicators.base.host import is_numeric, resolve
 from device_communicators.control.client import (
+    CHECK,
     CONNECT_S,
     ForeignServiceError,
     Request,
@@ -27,7 +28,7 @@ from device_communicators.control.client import (
     parts_of,
 )
 
-_SET, _GET, _ADD, _WAIT, _CHECK, _COMPARE_SET, _DELETE, _COUNT, _APPEND, _HOLD = range(1, 11)
+_SET, _GET, _ADD, _WAIT, _, _COMPARE_SET, _DELETE, _COUNT, _APPEND, _HOLD = range(1, 11)
 """Values of StoreCall in csrc/store.h."""
 _PAUSE_S = 0.02
 
@@ -66,7 +67,7 @@ class ControlStore(dist.Store):
     def reach(self, deadline: float) -> None:
         while True:
             try:
-                self._ask(_CHECK, [], timeout_s=max(0.0, deadline - time.monotonic()))
+                self._ask(CHECK, [], timeout_s=max(0.0, deadline - time.monotonic()))
                 return
             except dist.DistNetworkError as error:
                 wrong = (PermissionError, ForeignServiceError, ConfigMismatchError)
@@ -107,7 +108,7 @@ class ControlStore(dist.Store):
         self._ask(_WAIT, keys, timeout_s=None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(_CHECK, keys) == [b"1"]
+        return self._ask(CHECK, keys) == [b"1"]
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask(_ADD, [key, str(amount)])[0])

@@ -26,7 +26,6 @@ from device_communicators.base.bounded_store import BoundedStore, StoreSilentErr
 from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
-    ConfigMismatchError,
     HostUnreachableError,
     ParallelStateError,
     PeerDiedError,
@@ -294,23 +293,14 @@ class Watcher:
         topic: str,
         payload: bytes,
         timeout_s: float,
-        on_replies: Callable[[dict[int, bytes]], None] | None = None,
-    ) -> dict[int, bytes]:
-        """Sends a question to `ranks` and returns the replies by rank. Omits ranks that exit or reply late. `topic`: a
-        key of `answers`. `on_replies`: see `World.ask`.
-
-        If `topic` and `payload` are empty, a process replies even while its Python code is blocked.
+    ) -> dict[int, bytes | None]:
+        """Sends a question to `ranks` and returns the replies by rank; see `World.ask`. `topic`: a key of `answers`, or
+        empty to find out which processes run.
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
         asked = [rank for rank in ranks if rank in places and rank != self._rank]
-        if world is not None and asked:
-            # This process is leaving, or its protocol version differs: later waits raise that.
-            with contextlib.suppress(ControlError, ConfigMismatchError):
-                return world.ask(asked, question, timeout_s, on_replies)
-        if on_replies is not None:
-            on_replies({})
-        return {}
+        return {} if world is None else world.ask(asked, question, timeout_s)
 
     def is_silent(self, rank: int) -> bool:
         """Returns True if the rank's process sends no reply within 0.5 s: it is probably stopped."""
@@ -578,7 +568,7 @@ class Watcher:
         if world is not None and self._places and not self._deaths:
             with contextlib.suppress(ControlError):
                 if self._name:
-                    self.ask(self._places, self._name, text.encode(), _DEATH_CONFIRM_S, lambda replies: None)
+                    self.ask(self._places, self._name, text.encode(), _DEATH_CONFIRM_S)
                 else:
                     world.report_failed(text)
 

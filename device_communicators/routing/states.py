@@ -5,10 +5,8 @@ Doesn't import torch.
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 MOST_ASKED = 16
 SILENT = "running, but no Python thread answers: native code holds the interpreter lock"
@@ -55,17 +53,3 @@ def describe_states(states: dict[int, State], group: str) -> list[str]:
         f"global rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {'are' if len(ranks) > 1 else 'is'} {what}"
         for what, ranks in ranks_in.items()
     ]
-
-
-def pack_answer(value: Any) -> bytes:
-    """Returns `value` as compressed JSON, because a receiver cuts replies at 64 KiB."""
-    return zlib.compress(json.dumps(value).encode())
-
-
-def unpack_answer(packed: bytes) -> Any:
-    try:
-        return json.loads(zlib.decompress(packed))
-    except zlib.error as error:
-        raise ValueError(
-            f"the rank's answer can't be read, so it runs another version of this library: {error}"
-        ) from error

@@ -15,16 +15,16 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from device_communicators.base import settings
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import Report
-from device_communicators.routing.states import MOST_ASKED, SILENT, State, describe_states, pack_answer
+from device_communicators.routing.states import MOST_ASKED, SILENT, State, describe_states
 from device_communicators.routing.waits import (
     STARTED,
     WAITS,
@@ -93,7 +93,7 @@ class Status:
         watcher.answers.update(
             state=self._answer_state,
             report=self._answer_report,
-            describe=lambda rank, _: pack_answer(self.describe()),
+            describe=lambda rank, _: json.dumps(self.describe()).encode(),
             elsewhere=lambda rank, _: self._answer_elsewhere,
         )
         watcher.on_look.append(self._look)
@@ -167,7 +167,7 @@ class Status:
     def _answer_elsewhere(self, reply: Callable[[bytes], None]) -> None:
         near = {self.rank, *self._watcher.pids}
         far = [rank for rank in self._world_ranks if rank not in near][:_MOST_SHOWN]
-        self._ask_states(far, "", None, lambda states: reply(pack_answer(states)))
+        HelperThread("states", lambda: reply(json.dumps(self.ask_states(far)).encode())).start()
 
     @property
     def _world_ranks(self) -> tuple[int, ...]:
@@ -191,47 +191,19 @@ class Status:
         """Asks `ranks` for their states and returns those that arrive within 0.3 s. `own`: what this rank was doing
         when group `key` failed; peers get and store this.
         """
-        done, found = threading.Event(), [dict[int, State]()]
-
-        def take(states: dict[int, State]) -> None:
-            found[0] = states
-            done.set()
-
-        self._ask_states(ranks, key, own, take)
-        done.wait(2 * _ANSWER_S)  # the replies need the interpreter lock
-        return found[0]
-
-    def _ask_states(
-        self, ranks: Sequence[int], key: str, own: State | None, take: Callable[[dict[int, State]], None]
-    ) -> None:
-        """Like `ask_states`, but returns at once. This thread or the control plane's thread passes the states to
-        `take`.
-        """
         with self._changed:
             known = self._of(key).states if key else {}
             states = {rank: known[rank] for rank in ranks if rank in known and rank != self.rank}
         here = {rank: State(obstacle=text) for rank, text in self._watcher.conditions(ranks).items()}
         asked = [rank for rank in ranks if rank not in here]
-
-        found: dict[str, dict[int, bytes]] = {}
-
-        def note(topic: str, replies: dict[int, bytes]) -> None:
-            found[topic] = replies
-            if len(found) < 2:
-                return
-            obstacles: dict[int, str] = {}
-            for rank, reply in found["state"].items():
-                state, seen = _state_in(reply)
-                obstacles |= seen
-                if state is not None and rank in asked:
-                    states[rank] = state
-            here.update({rank: State(obstacle=text) for rank, text in obstacles.items()})
-            running = {rank: State(obstacle=SILENT) for rank in found[""] if rank not in found["state"]}
-            take({**running, **states, **here})
-
         question = json.dumps([key, own, asked]).encode()
-        self._watcher.ask([*asked, *self._helpers_of(asked)], "state", question, _ANSWER_S, partial(note, "state"))
-        self._watcher.ask(asked, "", b"", _ANSWER_S, partial(note, ""))
+        replies = self._watcher.ask([*asked, *self._helpers_of(asked)], "state", question, _ANSWER_S)
+        for rank, reply in replies.items():
+            state, obstacles = _state_in(reply)
+            here.update({rank: State(obstacle=text) for rank, text in obstacles.items()})
+            if rank in asked and (state is not None or reply is None):
+                states[rank] = state or states.get(rank, State(obstacle=SILENT))
+        return states | here
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
         """Returns further ranks to ask: for each rank in `asked`, one that can watch its process by PID. None is needed
@@ -268,7 +240,7 @@ class Status:
     def publish(self, key: str, ranks: Sequence[int], own: Report) -> None:
         with self._changed:
             self._of(key).reports[self.rank] = own
-        self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S, lambda replies: None)
+        self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S)
 
     def _answer_report(self, rank: int, question: bytes) -> bytes:
         key = self._take_report(rank, question)
@@ -276,7 +248,7 @@ class Status:
             own = self._of(key).reports.get(self.rank)
         return b"" if own is None else _packed(key, own)
 
-    def _take_report(self, rank: int, packed: bytes) -> str:
+    def _take_report(self, rank: int, packed: bytes | None) -> str:
         try:
             key, *fields = json.loads(packed or b'[""]')
             report = Report(*fields) if fields else None
@@ -313,7 +285,8 @@ class Status:
         others = context.other_ranks if operation.peer < 0 else [context.ranks[operation.peer]]
         text = operation.call_text or str(operation)
 
-        def write(states: dict[int, State]) -> None:
+        def write() -> None:
+            states = self.ask_states(others[:MOST_ASKED], own.key)
             awaited = [rank for rank in others if not states.get(rank, State()).is_in_call_of(own)] or others
             known = describe_states({rank: states[rank] for rank in awaited if rank in states}, context.name)
             silent = [str(rank) for rank in awaited if rank not in states]
@@ -324,10 +297,10 @@ class Status:
                 text, context, waited_s, context.timeout_s, "; ".join(known),
             )  # fmt: skip
 
-        self._ask_states(others[:MOST_ASKED], own.key, None, write)
+        HelperThread("states", write).start()
 
 
-def _state_in(reply: bytes) -> tuple[State | None, dict[int, str]]:
+def _state_in(reply: bytes | None) -> tuple[State | None, dict[int, str]]:
     try:
         state, seen = json.loads(reply or b"[null, {}]")
         return None if state is None else State(*state), {int(rank): str(text) for rank, text in seen.items()}

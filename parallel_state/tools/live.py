@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from device_communicators.base.errors import ConfigMismatchError, format_ranks
-from device_communicators.base.host import parent_of
-from device_communicators.control.client import ForeignServiceError, question
+from device_communicators.base.errors import format_ranks
+from device_communicators.base.host import parent_of, resolve
+from device_communicators.control.client import ask
 from device_communicators.control.plane import Endpoint, find_endpoints
 from device_communicators.cpu import native
 from device_communicators.liveness.condition import condition_of
-from device_communicators.routing.states import SILENT, State, unpack_answer
+from device_communicators.routing.states import SILENT, State
 
 _ANSWER_S = 0.7
 _STATES_S = 1.0
-_MOST_AT_ONCE = 16
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID_JOB")
 MOST_SHOWN = 256
 
@@ -125,28 +125,26 @@ def _ancestors(pid: int) -> set[int]:
     return found
 
 
-def _ask(endpoint: Endpoint, topic: str, limit_s: float) -> Any:
-    library, address = native.load_for_tools(), (endpoint.host, endpoint.port)
-    try:
-        answer = question(library, address, endpoint.token, f"{topic}\0", limit_s)
-        return unpack_answer(answer) if answer else None
-    except ConfigMismatchError as error:
-        print(f"the process at port {endpoint.port} can't be asked: {error}", file=sys.stderr)
-    except (OSError, ForeignServiceError, ValueError):
-        pass  # the process exits, or has no answer yet
-    return None
+def _ask(endpoints: list[Endpoint], topic: str, limit_s: float) -> dict[Endpoint, Any]:
+    library = native.load_for_tools() if endpoints else None
+    servers = {each: (str(resolve(each.host)[0][4][0]), each.port, each.token) for each in endpoints}
+    answers = {}
+    for endpoint, (code, reply) in ask(library, servers, -1, f"{topic}\0".encode(), limit_s).items():
+        if code == errno.EPROTONOSUPPORT:
+            print(f"the process at port {endpoint.port} can't be asked: {reply.decode()}", file=sys.stderr)
+        with contextlib.suppress(ValueError):  # another version's
+            if code == 0 and reply:
+                answers[endpoint] = json.loads(reply)
+    return answers
 
 
 def _describe_all(endpoints: dict[int, list[Endpoint]]) -> dict[int, tuple[Any, Endpoint]]:
-    if endpoints:
-        native.load_for_tools()  # before the deadlines of the questions begin
-    asked = [(pid, each) for pid, worlds in sorted(endpoints.items()) for each in worlds]
+    pids = {each: pid for pid, worlds in sorted(endpoints.items()) for each in worlds}
     found: dict[int, tuple[Any, Endpoint]] = {}
-    with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
-        answers = threads.map(lambda each: _ask(each[1], "describe", _ANSWER_S), asked)
-        for (pid, endpoint), answer in zip(asked, answers, strict=True):
-            if answer and (pid not in found or answer["began_s"] > found[pid][0]["began_s"]):
-                found[pid] = answer, endpoint
+    for endpoint, answer in _ask(list(pids), "describe", _ANSWER_S).items():
+        pid = pids[endpoint]
+        if pid not in found or answer["began_s"] > found[pid][0]["began_s"]:
+            found[pid] = answer, endpoint
     return found
 
 
@@ -156,7 +154,7 @@ def _states_of(job: dict[int, Any], endpoint: Endpoint) -> tuple[list[int], dict
     pids |= {each["rank"]: pid for pid, each in job.items()}
     states: dict[int, State] = {}
     if set(world) - set(pids):
-        told = _ask(endpoint, "elsewhere", _STATES_S) or {}
+        told = _ask([endpoint], "elsewhere", _STATES_S).get(endpoint, {})
         states = {int(rank): State(*state) for rank, state in told.items() if int(rank) not in pids}
     for rank, pid in pids.items():
         obstacle = condition_of(pid)

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.status import Status
-
-Replies = dict[int, bytes]
 
 
 class Peers:
@@ -42,10 +40,8 @@ class Peers:
         topic: str,
         payload: bytes,
         timeout_s: float,
-        on_replies: Callable[[Replies], None] = lambda replies: None,
-    ) -> Replies:
-        silent = self.stopped | (self.holding if topic else set())
-        asked = [each for each in ranks if each in self.watchers and each not in silent]
-        replies = {each: self.watchers[each].answers[topic](rank, payload) if topic else b"" for each in asked}
-        on_replies(replies)
-        return replies
+    ) -> dict[int, bytes | None]:
+        asked = [each for each in ranks if each in self.watchers and each not in self.stopped]
+        return {
+            each: None if each in self.holding else self.watchers[each].answers[topic](rank, payload) for each in asked
+        }

@@ -123,6 +123,8 @@ def meet(members: list[Member]) -> None:
 def _reply(rank: int, question: bytes) -> Answer:
     if question == b"later":
         return lambda reply: threading.Timer(0.1, reply, (b"%d: now" % rank,)).start()
+    if question == b"never":
+        return lambda reply: None
     return b"%d: %s" % (rank, question)
 
 

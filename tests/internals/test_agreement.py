@@ -158,19 +158,15 @@ class Silent:
 
 
 class Told:
-    def __init__(self, error: Exception) -> None:
+    def __init__(self) -> None:
         self.unreachable: list[int] = []
-        self.error = error
 
     def report_unreachable(self, ranks: Sequence[int], text: str) -> None:
         self.unreachable += ranks
 
-    def ask(self, *args: object) -> dict[int, bytes]:
-        raise self.error
 
-
-def _watching(processes: Sequence[str], error: Exception | None = None) -> tuple[Watcher, Told]:
-    watcher, told = Watcher(), Told(error or ControlError("it left"))
+def _watching(processes: Sequence[str]) -> tuple[Watcher, Told]:
+    watcher, told = Watcher(), Told()
     watcher._rank, watcher._world = 0, told  # type: ignore[assignment]
     watcher._places = {rank: Place("", "", each, 0, "", None) for rank, each in enumerate(processes)}
     return watcher, told
@@ -204,14 +200,6 @@ def test_a_look_that_fails_ends_no_other(caplog: pytest.LogCaptureFixture) -> No
     watcher.on_look = [lambda: looked[1], lambda: looked.append(1)]  # type: ignore[list-item, func-returns-value]
     watcher._look()
     assert looked == [1] and "IndexError" in caplog.text
-
-
-@pytest.mark.parametrize("error", [ControlError("it left"), ConfigMismatchError("another version")])
-def test_a_question_that_cannot_be_asked_has_no_replies(error: Exception) -> None:
-    watcher, _ = _watching("ab", error)
-    replies: list[dict[int, bytes]] = []
-    assert watcher.ask([1], "state", b"", 1.0, replies.append) == watcher.ask([1], "state", b"", 1.0) == {}
-    assert replies == [{}]
 
 
 def test_a_rank_that_others_report_as_ended_says_who_did() -> None:

@@ -24,9 +24,8 @@ import pytest
 
 from device_communicators.base.errors import InvalidArgumentError, ResourceLimitError, UnsupportedError, UsageError
 from device_communicators.base.host import start_time
-from device_communicators.control.client import question
+from device_communicators.control.client import ask
 from device_communicators.control.plane import (
-    MOST_STATUS_BYTES,
     Change,
     ControlError,
     Endpoint,
@@ -362,27 +361,6 @@ def test_a_call_that_the_core_refuses_ends_alone(alone: World) -> None:
     assert alone.agree("fine", 0, [0], b"value", 5.0) == ("agreed", [b"value"], [])
 
 
-def test_questions_end_when_the_control_plane_does() -> None:
-    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
-    members = [Member(rank, str(rank), os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
-    kept: list[Any] = []
-    for each in worlds:
-        each.meet(members, lambda change: None, lambda rank, question: kept.append)
-    ended = threading.Event()
-    found: list[dict[int, bytes]] = []
-
-    def note(replies: dict[int, bytes]) -> None:
-        found.append(replies)
-        ended.set()
-
-    worlds[0].ask([1], b"kept", 600.0, note)
-    worlds[0]._end_calls(lambda: ControlError("it broke down"))
-    assert ended.wait(1.0) and found == [{}] and not worlds[0]._questions
-    for each in worlds:
-        each.leave()
-    assert found == [{}]
-
-
 def test_waits_that_cannot_be_ended_are_an_error(alone: World) -> None:
     with pytest.raises(ControlError, match=r"ending waits of ranks \[0\] failed in the control plane"):
         alone.end_waits_of(1 << 40, [0], [0])
@@ -523,16 +501,8 @@ def test_addresses(address: str) -> None:
         each.leave()
 
 
-def _ask(ranks: list[int], question: bytes, timeout_s: float) -> dict[int, bytes]:
+def _ask(ranks: list[int], question: bytes, timeout_s: float) -> dict[int, bytes | None]:
     return world().ask(ranks, question, timeout_s)
-
-
-def _ask_without_waiting(ranks: list[int]) -> dict[int, bytes]:
-    replies: queue.SimpleQueue[tuple[dict[int, bytes], str]] = queue.SimpleQueue()
-    none = world().ask(ranks, b"?", 5.0, lambda found: replies.put((found, threading.current_thread().name)))
-    found, thread = replies.get(timeout=6.0)
-    assert thread == "parallel_state-control-news" and none == {}
-    return found
 
 
 def test_questions(pool: Ranks) -> None:
@@ -541,10 +511,11 @@ def test_questions(pool: Ranks) -> None:
     assert party.each([0, 5], _ask, others, b"where?", 5.0) == {
         rank: dict.fromkeys(others, f"{rank}: where?".encode()) for rank in (0, 5)
     }
-    assert party.each([0], _ask_without_waiting, others) == {0: dict.fromkeys(others, b"0: ?")}
+    assert party.each([0], _ask, [1, 4], b"never", 0.3) == {0: {1: None, 4: None}}
     party.signal(signal.SIGSTOP, 4)
     began_s = time.monotonic()
     assert party.each([0], _ask, others, b"where?", 0.3) == {0: dict.fromkeys([1, 2, 3], b"0: where?")}
+    assert party.each([0], _ask, others, b"", 0.3)[0].keys() == {1, 2, 3}
     assert time.monotonic() - began_s < 2.0
     party.signal(signal.SIGCONT, 4)
     party.each(ALL, leave)
@@ -552,9 +523,9 @@ def test_questions(pool: Ranks) -> None:
 
 def test_long_replies(pool: Ranks) -> None:
     party = _joined(pool, TWO)
-    question = b"x" * (MOST_STATUS_BYTES - 10)
+    question = b"x" * ((64 << 10) - len("0 "))
     assert party.each([0], _ask, [1, 4], question, 5.0) == {0: dict.fromkeys([1, 4], b"0: " + question)}
-    assert party.each([0], _ask, [1], question + 11 * b"x", 5.0) == {0: {}}
+    assert party.each([0], _ask, [1], question + b"x", 5.0) == {0: {}}
     party.each(ALL, leave)
 
 
@@ -570,8 +541,8 @@ def test_a_process_of_this_user_finds_and_asks_ranks(pool: Ranks) -> None:
     for member in party.members:
         assert found[member.pid] == [member.endpoint]
         _, host, port, token, _ = member.endpoint
-        assert question(native.load(), (host, port), token, "who?", 5.0) == b"-1: who?"
-        assert question(native.load(), (host, port), token, "later", 5.0) == b"-1: now"
+        for question, reply in ((b"who?", b"-1: who?"), (b"later", b"-1: now")):
+            assert ask(native.load(), {"it": (host, port, token)}, -1, question, 5.0) == {"it": (0, reply)}
     party.each(ALL, leave)
     assert not {member.pid for member in party.members} & find_endpoints().keys()
 
@@ -579,18 +550,18 @@ def test_a_process_of_this_user_finds_and_asks_ranks(pool: Ranks) -> None:
 def _ask_in_the_callback_thread() -> str:
     errors: queue.SimpleQueue[str] = queue.SimpleQueue()
 
-    def ask(_: dict[int, bytes]) -> None:
+    def look() -> None:
         with pytest.raises(UsageError) as error:
             world().ask([1], b"?", 5.0)
         errors.put(str(error.value))
 
-    world().ask([1], b"?", 5.0, ask)
+    world().start_thread(look=look)
     return errors.get(timeout=6.0)
 
 
 def test_the_callback_thread_does_not_wait_for_replies(pool: Ranks) -> None:
     party = _joined(pool, TWO)
-    assert "pass on_replies" in party.each([0], _ask_in_the_callback_thread)[0]
+    assert "ask in another thread" in party.each([0], _ask_in_the_callback_thread)[0]
     party.each(ALL, leave)
 
 

@@ -256,10 +256,7 @@ void a_state_is_not_starved_by_other_frames() {
   world.board(1, {1});
   bool told = false;
   for (int i = 0; i < 30 && !told; ++i) {
-    world.bytes(3, world.frame(FrameKind::kQuestion, 2, Writer().number(std::uint64_t{1}).text("q").take()));
-    Event reply = event_of(Event::kReply, -1, proc_of(2));
-    reply.id = 1;
-    world.step(reply);
+    world.bytes(3, world.value(2, {0, 2}, "p", "x", 1));
     world.pass(100 * kMillisecond);
     told = world.sent(3, FrameKind::kState) != nullptr;
   }
@@ -269,19 +266,13 @@ void a_state_is_not_starved_by_other_frames() {
 void a_leaver_answers_all_its_calls() {
   World world({1, 1});
   world.call({0, 1}, "first", 10 * kSecond);
-  Event ask = event_of(Event::kAsk, -1, proc_of(1));
-  ask.deadline = world.now + 10 * kSecond;
-  world.step(ask);
   Event leave = event_of(Event::kLeave);
   leave.deadline = world.now;
   world.step(leave);
   CHECK(world.find(Action::kVerdict) != nullptr && world.find(Action::kVerdict)->key.purpose == "first");
-  CHECK(world.find(Action::kReply) != nullptr && world.find(Action::kReply)->flags == 1);
   CHECK(world.core.is_over());
   world.call({0, 1}, "second", 10 * kSecond);
   CHECK(world.find(Action::kVerdict) != nullptr && world.find(Action::kVerdict)->key.purpose == "second");
-  world.step(ask);
-  CHECK(world.find(Action::kReply) != nullptr);
 }
 
 void a_lead_waits_for_its_domain() {
@@ -504,30 +495,6 @@ void undecided_names_whom_the_decider_waits_for() {
   const Action* verdict = member.find(Action::kVerdict);
   CHECK(verdict != nullptr && verdict->verdict->kind == Verdict::kUndecided);
   if (verdict != nullptr) CHECK(verdict->verdict->culprits == std::vector<Proc>{proc_of(2)});
-}
-
-void too_long_questions_and_replies() {
-  World world({1, 1});
-  world.accept(3, 1);
-  Event ask = event_of(Event::kAsk, -1, proc_of(1));
-  ask.deadline = world.now + kSecond;
-  ask.bytes = Bytes(kMostStatusBytes + 1, 'x');
-  world.step(ask);
-  CHECK(world.find(Action::kReply) != nullptr && world.find(Action::kReply)->flags == 1);
-  Event reply = event_of(Event::kReply, -1, proc_of(1));
-  reply.bytes = Bytes(kMostStatusBytes + 1, 'x');
-  world.step(reply);
-  const Action* sent = world.sent(3, FrameKind::kReply);
-  CHECK(sent != nullptr && sent->bytes.size() == kHeadBytes + 8 + 4 + kMostStatusBytes);
-}
-
-void an_empty_question_is_answered_without_the_program() {
-  World world({1, 1});
-  world.accept(3, 1);
-  world.bytes(3, world.frame(FrameKind::kQuestion, 1, Writer().number(std::uint64_t{7}).text("").take()));
-  CHECK(world.sent(3, FrameKind::kReply) != nullptr && world.find(Action::kQuestion) == nullptr);
-  world.bytes(3, world.frame(FrameKind::kQuestion, 1, Writer().number(std::uint64_t{8}).text("q").take()));
-  CHECK(world.find(Action::kQuestion) != nullptr);
 }
 
 // Connected to a stopped process, the only one of another domain.
@@ -1032,8 +999,6 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_seat_of_another_opens_nothing),
     CASE(a_verdict_of_wrong_size_is_malformed),
     CASE(undecided_names_whom_the_decider_waits_for),
-    CASE(too_long_questions_and_replies),
-    CASE(an_empty_question_is_answered_without_the_program),
     CASE(a_stopped_process_whose_kernel_answers_is_stopped),
     CASE(a_full_window_is_replaced_by_a_dial),
     CASE(a_pause_of_this_process_ends_no_call_at_once),

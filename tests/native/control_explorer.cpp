@@ -77,13 +77,14 @@ class Explorer {
     for (int rank = 0; rank < ranks_; ++rank) {
       for (int other = rank + 1; other < ranks_; ++other) {
         Event event;
-        event.kind = Event::kAsk;
-        event.proc = proc_of(other);
-        event.deadline = state.now + kSecond;
-        step(&state, rank, event);
+        event.kind = Event::kCall;
+        event.call =
+            std::make_shared<const Call>(Call{"connects", 0, {proc_of(rank), proc_of(other)}, "", state.now + kSecond});
+        for (const int caller : {rank, other}) step(&state, caller, event);
       }
     }
     settle(&state);
+    state.verdicts.assign(ranks_, nullptr);
     return visit(state);
   }
 
@@ -140,13 +141,6 @@ class Explorer {
           joined.emplace_back(id, static_cast<int>(queue.size()) - 1);
         }
       }
-    }
-    for (const Action& action : actions) {
-      Event answer;
-      answer.kind = Event::kReply;
-      answer.proc = action.proc;
-      answer.id = action.id;
-      if (action.kind == Action::kQuestion) step(state, rank, answer);
     }
     Event answer;
     answer.kind = Event::kBeats;

@@ -122,11 +122,9 @@ class Fuzzer {
     Event event;
     event.connection = action.connection;
     event.proc = action.proc;
-    event.id = action.id;
     event.bytes = Bytes(random_.below(5000), 'r');
     if (action.kind == Action::kProbe) event.kind = Event::kAcked;
     if (action.kind == Action::kBeat) event.kind = Event::kBeats;
-    if (action.kind == Action::kQuestion) event.kind = Event::kReply;
     if (action.kind == Action::kBoard) {
       event.kind = Event::kBoard;
       event.bytes = random_.chance(20) ? mutant(action.bytes) : action.bytes;
@@ -196,16 +194,14 @@ class Fuzzer {
   void surprise(std::size_t rank) {
     Event event;
     event.proc = proc_of(random_.below(kRanks + 1));
-    event.id = random_.below(3);
     event.deadline = random_.chance(5) ? kNever : now_ + static_cast<Nanos>(random_.below(3000)) * kMillisecond;
     event.bytes = Bytes(random_.chance(10) ? 5000 : random_.below(50), 'b');
     event.flags = static_cast<std::uint8_t>(random_.next());
-    switch (random_.below(10)) {
+    switch (random_.below(9)) {
       case 0: return meet(rank);
-      case 1: event.kind = Event::kAsk; break;
-      case 2: event.kind = random_.chance(10) ? Event::kReport : Event::kTick; break;
-      case 3: event.kind = random_.chance(20) ? Event::kLeave : Event::kTick; break;
-      case 4: event.kind = random_.chance(10) ? Event::kEnded : Event::kExiting; break;
+      case 1: event.kind = random_.chance(10) ? Event::kReport : Event::kTick; break;
+      case 2: event.kind = random_.chance(20) ? Event::kLeave : Event::kTick; break;
+      case 3: event.kind = random_.chance(10) ? Event::kEnded : Event::kExiting; break;
       default: {
         auto call = std::make_shared<Call>();
         call->purpose = Bytes(random_.chance(2) ? 300 : 1, static_cast<char>('a' + random_.below(3)));

@@ -94,7 +94,7 @@ struct Agreement {
 const char* const kFaults[] = {"none",    "kill",      "kill_lead", "kill_host", "power_off",  "partition",
                                "one_way", "short_cut", "drop",      "pause",     "pause_lead", "pause_host",
                                "storm",   "leave",     "large",     "garbage",   "clock",      "slow",
-                               "delay",   "relay",     "fail",      "pause_two", "status"};
+                               "delay",   "relay",     "fail",      "pause_two", "pairs"};
 constexpr int kFaultCount = sizeof(kFaults) / sizeof(*kFaults);
 // By name only: "depart": each rank leaves within 1 ms of its verdict. "new_lead": a host is powered off, and another's
 // leads die before the limit.
@@ -319,10 +319,17 @@ class Simulator {
         joins_at_[static_cast<std::size_t>(random_.below(ranks_))] = random_.below(3 * kSecond);
       }
     }
-    if (name == "status") {
+    if (name == "pairs") {  // agreements over connections that no lead watches
       for (int i = 0; i < 10; ++i) {
-        const int asker = static_cast<int>(random_.below(ranks_)), asked = static_cast<int>(random_.below(ranks_));
-        at(when + random_.below(kSecond), [=] { ask(asker, asked); });
+        const int one = static_cast<int>(random_.below(ranks_)), other = static_cast<int>(random_.below(ranks_));
+        const Nanos moment = when + random_.below(kSecond);
+        if (one == other) continue;
+        agreements_.push_back(std::make_shared<Agreement>());
+        agreements_.back()->members = {std::min(one, other), std::max(one, other)};
+        for (const int each : {one, other}) {
+          processes_[each].calls = true;
+          at(moment, [this, each, number = static_cast<int>(agreements_.size()) - 1] { call(number, each); });
+        }
       }
     }
     if (name == "delay") slow_percent_ = 20;
@@ -384,24 +391,6 @@ class Simulator {
     event.kind = Event::kCall;
     event.call = call;
     deliver(rank, std::move(event));
-  }
-
-  void ask(int asker, int asked) {
-    const Process& process = processes_[asker];
-    if (!process.alive || process.exiting || process.left || !process.runs || !process.joined) return;
-    Event event;
-    event.kind = Event::kAsk;
-    event.proc = proc_of(asked);
-    event.id = ++questions_;
-    event.bytes = "status of " + std::to_string(asked);
-    event.deadline = now_ + clock_[process.host] + kSecond;
-    waiting_.insert(event.id);
-    at(now_ + kSecond + kMillisecond, [this, asker, id = event.id] {
-      const Process& waits = processes_[asker];
-      const bool ran = waits.alive && !waits.exiting && waits.runs && now_ - waits.ran_since > 1500 * kMillisecond;
-      if (ran && faults_.count("clock") == 0 && waiting_.count(id) != 0) fail("a question is not answered");
-    });
-    deliver(asker, std::move(event));
   }
 
   void kill(int rank) {
@@ -748,20 +737,6 @@ class Simulator {
           post(now_ + 20'000, rank, std::move(event));
         }
         break;
-      case Action::kQuestion: {
-        Event event;
-        event.kind = Event::kReply;
-        event.proc = action.proc;
-        event.id = action.id;
-        event.bytes = action.bytes;
-        post(now_ + random_.below(kMillisecond), rank, std::move(event));
-        break;
-      }
-      case Action::kReply:
-        if (waiting_.erase(action.id) == 0) fail("a question is answered twice");
-        if (action.flags == 0 && action.bytes != "status of " + std::to_string(rank_of(action.proc)))
-          fail("mixed replies");
-        break;
       case Action::kDoom: check_doom(rank, action); break;
       case Action::kVerdict: check_verdict(rank, action); break;
       case Action::kRefuse: fail("rank " + std::to_string(rank) + " refuses: " + action.bytes); break;
@@ -993,8 +968,7 @@ class Simulator {
   long steps_ = 0;
   bool is_counted_ = false;
   int slow_percent_ = 0;
-  std::uint64_t order_ = 0, nonces_ = 0, questions_ = 0;
-  std::set<std::uint64_t> waiting_;
+  std::uint64_t order_ = 0, nonces_ = 0;
   std::shared_ptr<const Roster> roster_;
   std::deque<Process> processes_;
   std::vector<std::vector<int>> on_host_;

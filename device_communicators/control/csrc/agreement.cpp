@@ -1,4 +1,4 @@
-// Agreements among members of a world, and questions for a status.
+// Agreements among members of a world.
 //
 // An answer promises to ignore lower ballots. So a new decider finds each verdict that a survivor received.
 #include <algorithm>
@@ -94,7 +94,6 @@ void Core::end_calls() {
   for (auto& [key, round] : rounds_) {
     if (round.called && !std::exchange(round.delivered, true)) tell_verdict(key, undecided({self_}));
   }
-  for (const Question& question : std::exchange(questions_, {})) answer_question(question, nullptr);
 }
 
 Core::RoundEntry* Core::open_round(const AgreementKey& key, std::vector<Proc> members) {
@@ -365,76 +364,6 @@ bool Core::owes_verdict() const {
     }
   }
   return false;
-}
-
-void Core::advance_all() {
-  for (auto at = rounds_.begin(); at != rounds_.end();) {
-    RoundEntry* entry = &*at++;
-    advance(entry);
-  }
-  advance_questions();
-}
-
-void Core::on_ask(const Event& event) {
-  const Question question{event.proc, event.id, own_time(event.deadline), event.bytes, -1};
-  const bool is_peer = event.proc != self_ && index_of(event.proc) >= 0;
-  if (leaving_ != kNever || !is_peer || event.bytes.size() > kMostStatusBytes) {
-    return answer_question(question, nullptr);
-  }
-  questions_.push_back(question);
-  advance_questions();
-}
-
-void Core::answer_question(const Question& question, const Bytes* bytes) {
-  Action& action = act(Action::kReply);
-  action.proc = question.proc;
-  action.id = question.id;
-  action.flags = bytes == nullptr ? 1 : 0;
-  if (bytes != nullptr) action.bytes = *bytes;
-}
-
-void Core::advance_questions() {
-  for (std::size_t i = 0; i < questions_.size();) {
-    Question& question = questions_[i];
-    if (now_ >= question.deadline || is_gone(question.proc)) {
-      answer_question(question, nullptr);
-      questions_.erase(questions_.begin() + static_cast<std::ptrdiff_t>(i));
-      continue;
-    }
-    wake_by(question.deadline);
-    if (question.sent_on < 0) {
-      question.sent_on = connect(question.proc);
-      if (question.sent_on >= 0) {
-        send(question.sent_on, FrameKind::kQuestion, Writer().number(question.id).text(question.bytes).take());
-      }
-    }
-    ++i;
-  }
-}
-
-bool Core::on_question(int connection, const Frame& frame) {
-  Reader reader(frame.body, kMostStatusBytes);
-  const auto id = reader.number<std::uint64_t>();
-  const Bytes bytes = reader.text();
-  if (!reader.finished()) return false;
-  const Proc proc = links_[connection].proc;
-  if (frame.kind == FrameKind::kQuestion && bytes.empty()) {
-    send(connection, FrameKind::kReply, Writer().number(id).text("").take());
-    return true;
-  }
-  if (frame.kind == FrameKind::kQuestion) {
-    Action& action = act(Action::kQuestion);
-    action.proc = proc;
-    action.id = id;
-    action.bytes = bytes;
-    return true;
-  }
-  const auto asked = std::find_if(questions_.begin(), questions_.end(),
-                                  [&](const Question& each) { return each.proc == proc && each.id == id; });
-  if (asked == questions_.end()) return true;
-  answer_question(*asked, &bytes);
-  questions_.erase(asked);
-  return true;
 }
 
 }  // namespace parallel_state::control

@@ -76,7 +76,7 @@ void Core::step(Nanos now, const Event& event, std::vector<Action>* actions) {
   now_ = now + skew_;
   // A paused process received nothing: shift its clocks before it checks peers.
   if (alarm_ != kNever && now_ > alarm_ + config_.pause) excuse(now_ - alarm_);
-  if (!left_ || event.kind == Event::kCall || event.kind == Event::kAsk) handle(event);
+  if (!left_ || event.kind == Event::kCall) handle(event);
   for (int round = 0; round < 4 && !left_ && (dirty_ || urgent_ || now_ >= alarm_); ++round) {
     flood();
     dirty_ = false;
@@ -119,14 +119,6 @@ void Core::handle(const Event& event) {
       if (event.proc != 0 && event.proc != self_) report(event.proc, event.flags & kUnreachable, event.bytes);
       else report(self_, event.flags & kFailed, event.bytes);
       break;
-    case Event::kAsk: on_ask(event); break;
-    case Event::kReply: {
-      const int connection = link_to(event.proc);
-      const std::string_view bytes = std::string_view(event.bytes).substr(0, kMostStatusBytes);
-      // Without a connection the reply is dropped; the asker repeats its question.
-      if (connection >= 0) send(connection, FrameKind::kReply, Writer().number(event.id).text(bytes).take());
-      break;
-    }
     case Event::kLeave:
       leaving_ = std::min(leaving_, std::max(own_time(event.deadline), now_));
       waits_until_ = std::min(waits_until_, now_ + config_.settle);
@@ -475,8 +467,6 @@ bool Core::on_frame(int connection, const Frame& frame) {
       join(ends, Source::kPeer);
       return true;
     }
-    case FrameKind::kQuestion:
-    case FrameKind::kReply: return on_question(connection, frame);
     default: return on_round(connection, frame);
   }
 }
@@ -496,9 +486,6 @@ void Core::drop(int connection, bool by_peer) {
       if (seat.connection == connection) seat.connection = -1;
       if (seat.asked_on == connection) seat.asked_on = -1;
     }
-  }
-  for (Question& question : questions_) {
-    if (question.sent_on == connection) question.sent_on = -1;
   }
   dirty_ = true;
   // Dial the whole domain if the connection was watched, or in a hunt.
@@ -608,7 +595,6 @@ void Core::excuse(Nanos late) {
     if (round.deadline < soon) round.deadline = soon;
     if (round.expires < soon) round.expires = soon;
   }
-  for (Question& question : questions_) question.deadline = std::max(question.deadline, soon);
 }
 
 bool Core::all_gone(const std::vector<int>& indices) const {
@@ -694,7 +680,10 @@ void Core::tend() {
   if (roster_ != nullptr) tend_domains(ticked);
   tend_links();
   if (ticked) forget_peers(), forget_rounds();
-  advance_all();
+  for (auto at = rounds_.begin(); at != rounds_.end();) {
+    RoundEntry* entry = &*at++;
+    advance(entry);
+  }
 }
 
 void Core::ask_beats() {

@@ -167,13 +167,11 @@ struct Event {
     kCall,
     kCancel,
     kReport,  // of `proc` or this process: `flags`; `bytes`: the cause
-    kAsk,     // `proc`, `id`, `bytes`, `deadline`
-    kReply,   // `proc`, `id`, `bytes`
     kLeave    // over by `deadline`
   } kind = kTick;
   int connection = -1;
   Proc proc = 0;
-  std::uint64_t world = 0, id = 0;
+  std::uint64_t world = 0;
   std::uint8_t flags = 0;
   Nanos deadline = 0, age = 0;
   Bytes bytes;
@@ -181,7 +179,7 @@ struct Event {
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
-  PARALLEL_STATE_FIELDS(kind, connection, proc, world, id, flags, deadline, age, bytes, nonce, procs, roster, call)
+  PARALLEL_STATE_FIELDS(kind, connection, proc, world, flags, deadline, age, bytes, nonce, procs, roster, call)
 };
 
 struct Action {
@@ -196,11 +194,9 @@ struct Action {
     kDoom,  // `proc`, `flags`; `bytes`: the cause; `id`: the reporter
     kLeft,
     kVerdict,
-    kQuestion,  // of `proc`: `id`, `bytes`
-    kReply,     // `id`, `bytes`; flags 1: none by the deadline
-    kRefuse,    // `bytes`: the cause; `key`: of the call, if any
-    kGuest,     // `connection` becomes the store's; `bytes`: both nonces and the following bytes
-    kLog        // `bytes`; of `proc`, or of the peer of `connection`
+    kRefuse,  // `bytes`: the cause; `key`: of the call, if any
+    kGuest,   // `connection` becomes the store's; `bytes`: both nonces and the following bytes
+    kLog      // `bytes`; of `proc`, or of the peer of `connection`
   } kind = kLog;
   int connection = -1;
   Proc proc = 0;
@@ -317,15 +313,6 @@ class Core {
     bool is_over() const { return called ? delivered : verdict != nullptr; }
   };
 
-  struct Question {
-    Proc proc = 0;
-    std::uint64_t id = 0;
-    Nanos deadline = 0;
-    Bytes bytes;
-    int sent_on = -1;
-    PARALLEL_STATE_FIELDS(proc, id, deadline, bytes, sent_on)
-  };
-
   using RoundEntry = std::pair<const AgreementKey, Round>;
 
   Action& act(Action::Kind kind, int connection = -1);
@@ -415,11 +402,6 @@ class Core {
   void serve(RoundEntry* entry, int target);
   bool decide(RoundEntry* entry);
   bool owes_verdict() const;
-  void advance_all();
-  void on_ask(const Event& event);
-  void advance_questions();
-  void answer_question(const Question& question, const Bytes* bytes);
-  bool on_question(int connection, const Frame& frame);
 
   static constexpr Nanos kAlert = kSecond;
 
@@ -453,15 +435,13 @@ class Core {
   std::vector<Nanos> seen_;  // last move of each board beat, by place in the domain
   std::map<AgreementKey, Round> rounds_;
   std::uint64_t rounds_opened_ = 0;
-  std::vector<Question> questions_;
   std::uint64_t refused_ = 0;
   std::vector<Action>* out_ = nullptr;
 
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
                         farewell_sent_, left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_,
-                        world_, leading_, led_, watches_, silences_, links_, peers_, seen_, rounds_, questions_,
-                        refused_)
+                        world_, leading_, led_, watches_, silences_, links_, peers_, seen_, rounds_, refused_)
 };
 
 }  // namespace parallel_state::control

@@ -39,6 +39,7 @@ struct Command {
   std::shared_ptr<Stay> stay;
   Event event;
   std::vector<int> boards;
+  int guest = 0;  // `event.bytes` answer its question
 };
 
 void send_at_once(int socket) {
@@ -237,9 +238,9 @@ class Driver {
     }
     if (command.event.kind == Event::kMeet) return meet(stay, command.event, command.boards);
     if (command.event.kind == Event::kLeave) stay->leave_by = command.event.deadline;
-    if (command.event.kind == Event::kReply && command.event.proc == 0) {
+    if (command.guest != 0) {
       std::vector<Store::Output> replies;
-      stay->store.answer(static_cast<int>(command.event.id), command.event.bytes, &replies);
+      stay->store.answer(command.guest, command.event.bytes, &replies);
       reply(stay, replies);
       return flush_all();
     }
@@ -341,8 +342,6 @@ class Driver {
         break;
       }
       case Action::kVerdict: stay->inbox.give(Inbox::kVerdict, action); break;
-      case Action::kQuestion: stay->inbox.push(Inbox::kQuestion, action); break;
-      case Action::kReply: stay->inbox.push(Inbox::kReply, action); break;
       case Action::kRefuse:
         if (action.key.members != 0) stay->inbox.give(Inbox::kRefused, action);
         else stay->inbox.push(Inbox::kRefused, action);
@@ -703,6 +702,16 @@ class Driver {
   int last_number_ = 0;
 };
 
+bool post(Command command) {
+  const Lock lock(fork_mutex());
+  Plane& own = own_plane();
+  if (command.stay->over) return errno = ESHUTDOWN, false;
+  if (own.driver == nullptr) own.driver = Driver::start();
+  if (own.driver == nullptr) return false;
+  own.driver->post(std::move(command));
+  return true;
+}
+
 }  // namespace
 
 void Unsent::add(const Bytes& bytes) {
@@ -825,13 +834,13 @@ void close_stay(std::int64_t handle) {
 }
 
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards) {
-  const Lock lock(fork_mutex());
-  Plane& own = own_plane();
-  if (stay->over) return errno = ESHUTDOWN, false;
-  if (own.driver == nullptr) own.driver = Driver::start();
-  if (own.driver == nullptr) return false;
-  own.driver->post({stay, std::move(event), std::move(boards)});
-  return true;
+  return post(Command{stay, std::move(event), std::move(boards)});
+}
+
+bool post_reply(const std::shared_ptr<Stay>& stay, int guest, Bytes reply) {
+  Command command{stay, {}, {}, guest};
+  command.event.bytes = std::move(reply);
+  return post(std::move(command));
 }
 
 Bytes record_of(Stay* stay) {

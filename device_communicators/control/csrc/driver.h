@@ -23,7 +23,7 @@ namespace parallel_state::control {
 // Passes verdicts to waiting Python threads, other news to a queue. Thread-safe.
 class Inbox {
  public:
-  enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kReply, kRefused, kLog, kOver };
+  enum Kind : std::uint8_t { kDied = 1, kLeft, kVerdict, kQuestion, kRefused, kLog, kOver };
   bool make() { return wake_.make(); }
   // Drops logs and questions when full.
   void push(Kind kind, const Action& news);
@@ -128,6 +128,7 @@ std::shared_ptr<Stay> find_stay(std::int64_t handle);
 void close_stay(std::int64_t handle);
 // Returns false and sets errno if the stay is over. `boards`: descriptors of the members' boards, with kMeet.
 bool post(const std::shared_ptr<Stay>& stay, Event event, std::vector<int> boards = {});
+bool post_reply(const std::shared_ptr<Stay>& stay, int guest, Bytes reply);
 Bytes record_of(Stay* stay);
 // Returns when other hosts' kernels have the farewell, at most 1 s after the deadline.
 void leave_stay(const std::shared_ptr<Stay>& stay, Nanos deadline);

@@ -111,17 +111,20 @@ void ps_control_forget(std::int64_t handle, std::uint64_t digest, const char* pu
 
 int ps_control_is_ending(int pid) { return is_ending(pid) ? 1 : 0; }
 
-// `kind`: kReport, kAsk or kReply. `timeout_s`: of kAsk.
-int ps_control_post(std::int64_t handle, int kind, std::uint64_t proc, int flags, std::uint64_t id, const char* bytes,
-                    std::uint64_t size, double timeout_s) {
-  return post_event(handle, static_cast<Event::Kind>(kind), [&](Event* event) {
+// See Event::kReport.
+int ps_control_report(std::int64_t handle, std::uint64_t proc, int flags, const char* cause, std::uint64_t size) {
+  return post_event(handle, Event::kReport, [&](Event* event) {
     event->proc = proc;
     event->flags = static_cast<std::uint8_t>(flags);
-    event->id = id;
-    event->bytes.assign(bytes, size);
-    event->deadline = from_now(timeout_s);
+    event->bytes.assign(cause, size);
     return 0;
   });
+}
+
+// `guest`: the number in the news of its question.
+int ps_control_reply(std::int64_t handle, std::uint64_t guest, const char* reply, std::uint64_t size) {
+  return with(handle, -ESRCH, -ENOMEM,
+              [&](const auto& stay) { return post_reply(stay, static_cast<int>(guest), {reply, size}) ? 0 : -errno; });
 }
 
 void ps_control_leave(std::int64_t handle, double linger_s) {

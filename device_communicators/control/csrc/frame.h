@@ -19,15 +19,14 @@ using Bytes = std::string;
 using Nanos = std::int64_t;
 using Proc = std::uint64_t;  // 0: none
 
-inline constexpr std::uint16_t kVersion = 2;
-inline constexpr std::uint16_t kOldestVersion = 2;
+inline constexpr std::uint16_t kVersion = 3;
+inline constexpr std::uint16_t kOldestVersion = 3;
 inline constexpr std::size_t kHelloBytes = 20;
 inline constexpr std::size_t kHeadBytes = 24;
 inline constexpr std::size_t kNonceBytes = 16;
 inline constexpr std::size_t kMostBodyBytes = 32U << 20;
 inline constexpr std::size_t kMostStrangerBytes = 64;
 inline constexpr std::size_t kMostValueBytes = 4096;
-inline constexpr std::size_t kMostStatusBytes = 64 << 10;
 inline constexpr std::size_t kMostTextBytes = 256;
 inline constexpr std::size_t kMostMembers = 4096;
 
@@ -48,8 +47,6 @@ enum class FrameKind : std::uint16_t {
   kVerdict,
   kDone,    // member -> decider: delivered
   kForget,  // decider -> members: all are done
-  kQuestion,
-  kReply,
   kStoreCall,
   kStoreReply
 };

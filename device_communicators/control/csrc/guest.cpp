@@ -203,6 +203,7 @@ class Request {
       : client_(std::move(client)), content_(std::move(content)), deadline_(deadline), connected_by_(connected_by) {
     const auto call = static_cast<StoreCall>(content_.empty() ? 0 : content_[0]);
     waits_ = call == StoreCall::kGet || call == StoreCall::kWait;
+    asks_ = call == StoreCall::kQuestion;
   }
 
   Request(const Request&) = delete;
@@ -210,12 +211,12 @@ class Request {
   ~Request() {
     const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
     const bool is_held = !content_.empty() && content_[0] == static_cast<char>(StoreCall::kHold);
-    if (replied_ && !is_held && client_->free.size() < kMostFree) client_->free.push_back(std::move(guest_));
+    if (replied_ && !is_held && !asks_ && client_->free.size() < kMostFree) client_->free.push_back(std::move(guest_));
   }
 
-  // Returns at most 0.2 s after `until`. EAGAIN: call again. ETIME: keys were not set by the deadline. ETIMEDOUT: no
-  // answer. Others: see Guest. Reconnects if the server closed an idle connection, or a new one because it has too
-  // many.
+  // Returns at most 0.2 s after `until`. EAGAIN: call again. ETIME: keys were not set, or a question was not
+  // answered, by the deadline. ETIMEDOUT: the server didn't answer. Others: see Guest. Reconnects if the server closed
+  // an idle connection, or a new one because it has too many.
   int wait(Nanos until) {
     while (true) {
       const int code = advance(until);
@@ -228,7 +229,7 @@ class Request {
       if (code == EINPROGRESS) return now < connected_by_ ? EAGAIN : ETIMEDOUT;
       if (code == EAGAIN) {
         if (now < deadline_) return EAGAIN;
-        if (!waits_ || cancelled_) return waits_ ? ETIME : ETIMEDOUT;
+        if (!waits_ || cancelled_) return waits_ || asks_ ? ETIME : ETIMEDOUT;
         guest_->cancel();
         cancelled_ = true;
         until = deadline_ = now + kEnd;
@@ -250,7 +251,8 @@ class Request {
 
  private:
   int advance(Nanos until) {
-    if (guest_ == nullptr) {
+    if (guest_ == nullptr) asked_ = false;
+    if (guest_ == nullptr && !asks_) {
       const std::lock_guard<std::recursive_mutex> lock(fork_mutex());
       auto& free = client_->free;
       free.remove_if([](const auto& guest) { return !guest->is_open(); });
@@ -258,7 +260,6 @@ class Request {
         guest_ = std::move(free.back());
         free.pop_back();
       }
-      asked_ = false;
     }
     if (guest_ == nullptr) {
       guest_ = std::make_unique<Guest>();
@@ -277,7 +278,8 @@ class Request {
   Bytes content_;
   Nanos deadline_, connected_by_;
   std::size_t address_ = 0;
-  bool waits_, asked_ = false, cancelled_ = false, replied_ = false;
+  bool waits_, asks_;  // a question has its own connection, whose handshake shows that the server runs
+  bool asked_ = false, cancelled_ = false, replied_ = false;
 };
 
 // Guarded by the fork mutex. Never freed: threads may use them at exit.

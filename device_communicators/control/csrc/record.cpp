@@ -11,14 +11,12 @@ constexpr std::size_t kPartBytes = 32U << 10;
 constexpr std::size_t kAll = SIZE_MAX;
 
 const char* const kEvents[] = {
-    "tick",     "meets the world", "dialed", "refused by", "no answer from", "accepted", "closed",
-    "receives", "acked",           "board",  "beats",      "ended:",         "exits:",   "call",
-    "cancel",   "report",          "ask",    "reply to",   "leave"};
-const char* const kActions[] = {"dial",  "close",   "send",     "probe", "publish", "beat",  "look at", "tell dead",
-                                "left:", "verdict", "question", "reply", "refuse",  "guest", "log"};
-const char* const kFrames[] = {"",       "nonce",    "identity", "beat",       "state",
-                               "value",  "ask",      "answer",   "verdict",    "done",
-                               "forget", "question", "reply",    "store call", "store reply"};
+    "tick",  "meets the world", "dialed", "refused by", "no answer from", "accepted", "closed", "receives", "acked",
+    "board", "beats",           "ended:", "exits:",     "call",           "cancel",   "report", "leave"};
+const char* const kActions[] = {"dial",      "close", "send",    "probe",  "publish", "beat", "look at",
+                                "tell dead", "left:", "verdict", "refuse", "guest",   "log"};
+const char* const kFrames[] = {"",       "nonce",   "identity", "beat",   "state",      "value",      "ask",
+                               "answer", "verdict", "done",     "forget", "store call", "store reply"};
 const char* const kVerdicts[] = {"agreed", "ended", "missing", "undecided"};
 
 std::string name_of(const Core& core, Proc proc) {

@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::size_t kPartBytes = 4;
 constexpr std::size_t kMostHeldBytes = 64U << 10;
+constexpr std::size_t kMostQuestionBytes = 64U << 10;
 
 struct Problem {
   std::string text;
@@ -70,7 +71,7 @@ bool Store::ask(int guest, std::string_view request, std::vector<Output>* out) {
   }
   if (!from.missing.empty()) return false;
   if (call == StoreCall::kQuestion) {
-    if (parts.size() != 1 || parts[0].size() > kMostStatusBytes) return false;
+    if (parts.size() != 1 || parts[0].size() > kMostQuestionBytes) return false;
     from.asks = true;
     out->push_back({guest, parts[0], true});
   } else if (call == StoreCall::kGet || call == StoreCall::kWait) {
