@@ -248,7 +248,7 @@ FAULTS = [
         "farewell_that_arrives_meanwhile\n  line", id="a leaver keeps to itself who left meanwhile",
     ),
     pytest.param(
-        "core.cpp", "    silences_[domain] = std::max(silences_[domain], silence);\n", "",
+        "core.cpp", "    silences_[domain] = std::max(silences_[domain], silences[domain]);\n", "",
         _simulated("new_lead", 16, 2, 300), "know", id="the heartbeat limit restarts with a new lead",
     ),
     pytest.param(
@@ -256,7 +256,7 @@ FAULTS = [
         id="the heartbeat limit restarts with a new lead until a silence is published",
     ),
     pytest.param(
-        "core.cpp", "if (silence.second == known.second", "if (!silence.second || known.second", [("cases", ())],
+        "core.cpp", "if (silence.silent == known.silent", "if (!silence.silent || known.silent", [("cases", ())],
         "a_silence_that_ended_does_not_shorten_the_next_leads_limit\n  line", id="a published silence never ends",
     ),
 ]  # fmt: skip

@@ -124,7 +124,7 @@ struct World {
     step(event);
   }
 
-  void board(int from, const std::vector<int>& left, const std::map<int, std::pair<Nanos, bool>>& silences = {}) {
+  void board(int from, const std::vector<int>& left, const std::vector<std::pair<Nanos, bool>>& silences = {}) {
     Writer writer;
     writer.number(static_cast<std::uint32_t>(left.size()));
     for (const int rank : left) writer.number(proc_of(rank)).number(std::uint8_t{kLeft}).number(proc_of(rank)).text("");
@@ -608,7 +608,7 @@ void a_death_before_the_farewell_of_the_lead() {
 void a_new_lead_goes_on_with_the_silence_that_the_old_one_published() {
   for (const bool is_published : {true, false}) {
     World world({2, 1}, 1);
-    if (is_published) world.board(0, {}, {{1, {world.now, true}}});
+    if (is_published) world.board(0, {}, {{0, false}, {world.now, true}});
     world.pass(15 * kSecond, {proc_of(0)});
     world.step(event_of(Event::kEnded, -1, proc_of(0)));
     world.pass(4 * kSecond);

@@ -205,14 +205,13 @@ std::vector<int> Core::lost_by(const Action& end) const {
 void Core::on_board(const Event& event) {
   Reader reader(event.bytes, kMostTextBytes);
   Ends ends;
-  std::map<int, Silence> silences;
+  std::vector<Silence> silences;
   if (!decode(&reader, &ends)) return;
   get(&reader, &silences);
   if (!reader.finished()) return;
-  for (auto& [domain, silence] : silences) {
-    if (static_cast<std::size_t>(domain) >= watches_.size()) continue;
-    silence.first = std::min(own_time(silence.first), now_);
-    silences_[domain] = std::max(silences_[domain], silence);
+  for (std::size_t domain = 0; domain < std::min(silences.size(), silences_.size()); ++domain) {
+    silences[domain].heard = std::min(own_time(silences[domain].heard), now_);
+    silences_[domain] = std::max(silences_[domain], silences[domain]);
   }
   // One farewell of a domain's first process can report both processes.
   const auto has_left = [&](Proc proc) {
@@ -228,12 +227,11 @@ void Core::note_silences() {
   for (int domain = 0; domain < static_cast<int>(watches_.size()); ++domain) {
     const auto& indices = roster_->domains[domain];
     if (&indices == &own_domain() || all_gone(indices)) continue;
-    const auto found = silences_.find(domain);
-    const Silence known = found == silences_.end() ? Silence() : found->second;
-    const Nanos heard = std::max(watches_[domain].heard, known.first);
-    const Silence silence = {heard, now_ - heard > unheard()};
-    if (silence.second == known.second || silence < known) continue;
-    silences_[domain] = silence;
+    Silence& known = silences_[domain];
+    const Nanos heard = std::max(watches_[domain].heard, known.heard);
+    const Silence silence{heard, now_ - heard > unheard()};
+    if (silence.silent == known.silent || silence < known) continue;
+    known = silence;
     unpublished_ = true;
   }
 }
@@ -244,7 +242,7 @@ void Core::publish() {
   if (leading_) note_silences();
   if (!std::exchange(unpublished_, false)) return;
   auto silences = silences_;
-  for (auto& [domain, silence] : silences) silence.first -= skew_;
+  for (Silence& silence : silences) silence.heard -= skew_;
   act(Action::kBoard).bytes = packed(ends_, silences);
 }
 
@@ -518,6 +516,7 @@ void Core::meet(const Event& event) {
   roster_ = event.roster;
   me_ = me;
   watches_.assign(roster_->domains.size(), Watch());
+  silences_.assign(roster_->domains.size(), Silence());
   seen_.assign(own_domain().size(), now_);
   const Ends known = std::exchange(ends_, {});
   ends_digest_ = kEmptyDigest;
@@ -587,8 +586,8 @@ void Core::excuse(Nanos late) {
     shift(&watch.heard, config_.limit);
     if (watch.hunt >= 0) watch.hunt = now_;
   }
-  for (auto& [domain, silence] : silences_) {
-    if (leading_ && silence.second) shift(&silence.first, config_.limit);
+  for (Silence& silence : silences_) {
+    if (leading_ && silence.silent) shift(&silence.heard, config_.limit);
   }
   const Nanos soon = now_ + config_.settle;
   for (auto& [key, round] : rounds_) {
@@ -641,10 +640,9 @@ void Core::start_leading() {
     watch.dial_at = now_ + (acts || (!follows && dials) ? 0 : after_death ? config_.tick : config_.patience);
     // The last lead published each longer silence.
     watch.sign = watch.heard = follows ? now_ - unheard() : now_;
-    const auto silence = silences_.find(static_cast<int>(domain));
-    if (silence == silences_.end() || !silence->second.second) continue;
+    if (!silences_[domain].silent) continue;
     // A living domain gets `patience` to answer.
-    watch.sign = watch.heard = std::max(silence->second.first, now_ - config_.limit + config_.patience);
+    watch.sign = watch.heard = std::max(silences_[domain].heard, now_ - config_.limit + config_.patience);
     start_hunt(static_cast<int>(domain));
   }
 }

@@ -276,8 +276,14 @@ class Core {
   };
 
   // Published by leads when a domain becomes silent or answers again, so that the next lead doesn't measure from zero.
-  // The greatest one counts.
-  using Silence = std::pair<Nanos, bool>;  // when the last bytes arrived; whether none arrived for `unheard`
+  // The latest one counts.
+  struct Silence {
+    Nanos heard = 0;      // when the last bytes arrived
+    bool silent = false;  // none arrived for `unheard`
+    PARALLEL_STATE_FIELDS(heard, silent)
+
+    bool operator<(const Silence& other) const { return fields() < other.fields(); }
+  };
 
   // A member's index is its ballot.
   struct Round {
@@ -429,7 +435,7 @@ class Core {
   bool leading_ = false;
   Nanos led_ = 0;
   std::vector<Watch> watches_;
-  std::map<int, Silence> silences_;  // by domain
+  std::vector<Silence> silences_;  // by domain
   std::map<int, Link> links_;
   std::map<Proc, Peer> peers_;
   std::vector<Nanos> seen_;  // last move of each board beat, by place in the domain
