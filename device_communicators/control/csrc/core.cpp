@@ -27,10 +27,6 @@ bool decode(Reader* reader, Ends* ends) {
   return reader->ok();
 }
 
-bool covers(const End& one, const End& other) {
-  return (other.flags & ~one.flags) == 0 && one.reporter <= other.reporter && one.text >= other.text;
-}
-
 End joined(const End& one, const End& other) {
   return {static_cast<std::uint8_t>(one.flags | other.flags), std::min(one.reporter, other.reporter),
           std::max(one.text, other.text)};
@@ -156,19 +152,20 @@ void Core::join(const Ends& other, Source source) {
   for (const auto& [proc, end] : other) {
     at = std::lower_bound(at, ends_.end(), proc, is_before);
     const bool is_new = at == ends_.end() || at->first != proc;
-    if (!is_new && covers(at->second, end)) continue;
+    const End before = is_new ? End() : at->second;
+    const End after = is_new ? end : joined(before, end);
+    if (after.fields() == before.fields()) continue;
     if (roster_ == nullptr ? ends_.size() >= kMostMembers : index_of(proc) < 0) continue;
-    End before;
-    if (is_new) at = ends_.emplace(at, proc, end);
-    else before = std::exchange(at->second, joined(at->second, end));
-    ends_digest_ += digest_of(proc, at->second) - (is_new ? 0 : digest_of(proc, before));
+    if (is_new) at = ends_.emplace(at, proc, after);
+    else at->second = after;
+    ends_digest_ += digest_of(proc, after) - (is_new ? 0 : digest_of(proc, before));
     if (source != Source::kBoard) unpublished_ = true;
-    if (at->second.flags == before.flags) continue;
+    if (after.flags == before.flags) continue;
     dirty_ = true;
-    const bool died = at->second.is_death() && !before.is_death();
+    const bool died = after.is_death() && !before.is_death();
     if (died && source != Source::kPeer) urgent_ = true;
     if (died && source != Source::kBoard) publish_at_once_ = true;
-    announce(proc, at->second, before);
+    announce(proc, after, before);
   }
 }
 
