@@ -171,8 +171,8 @@ struct World {
 
   const Action* sent(int connection, FrameKind kind) const {
     for (const Action& action : actions) {
-      const bool is_frame = action.kind == Action::kSend && action.sent().size() >= kHeadBytes;
-      if (is_frame && action.connection == connection && action.sent()[6] == static_cast<char>(kind)) return &action;
+      const bool is_frame = action.kind == Action::kSend && action.frames->size() >= kHeadBytes;
+      if (is_frame && action.connection == connection && (*action.frames)[6] == static_cast<char>(kind)) return &action;
     }
     return nullptr;
   }
@@ -490,7 +490,7 @@ void undecided_names_whom_the_decider_waits_for() {
   member.accept(5, 1);
   member.state(5, 1, proc_of(0), kExited);
   member.call({0, 1, 2, 3}, "p", 2 * kSecond);
-  member.bytes(5, hint->sent());
+  member.bytes(5, *hint->frames);
   member.pass(3 * kSecond);
   const Action* verdict = member.find(Action::kVerdict);
   CHECK(verdict != nullptr && verdict->verdict->kind == Verdict::kUndecided);

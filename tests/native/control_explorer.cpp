@@ -135,9 +135,9 @@ class Explorer {
         if (arrives) queue.emplace_back();
       } else if (arrives) {
         const auto place = std::make_pair(id, static_cast<int>(queue.size()) - 1);
-        if (std::find(joined.begin(), joined.end(), place) != joined.end()) queue.back() += action.sent();
+        if (std::find(joined.begin(), joined.end(), place) != joined.end()) queue.back() += *action.frames;
         else {
-          queue.push_back(action.sent());
+          queue.push_back(*action.frames);
           joined.emplace_back(id, static_cast<int>(queue.size()) - 1);
         }
       }

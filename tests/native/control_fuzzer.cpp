@@ -114,7 +114,7 @@ class Fuzzer {
       const int side = pipe.rank[0] == rank ? 0 : 1;
       require(pipe.rank[side] == rank, "another's connection");
       if (pipe.open[side] && pipe.open[1 - side]) {
-        pipe.to[1 - side].push_back(action.kind == Action::kSend ? action.sent() : Bytes());
+        pipe.to[1 - side].push_back(action.kind == Action::kSend ? *action.frames : Bytes());
       }
       if (action.kind == Action::kClose) pipe.open[side] = false;
     }

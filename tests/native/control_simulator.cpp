@@ -686,7 +686,7 @@ class Simulator {
         check_count(rank);
         Event event;
         event.kind = Event::kBytes;
-        event.bytes = action.sent();
+        event.bytes = *action.frames;
         if (connection.open[side] && !connection.broken) on_connection(action.connection, 1 - side, std::move(event));
         break;
       }
@@ -954,8 +954,8 @@ class Simulator {
       std::printf("           action %d connection %d proc %d flags %d %s\n", action.kind, action.connection,
                   action.proc == 0 ? -1 : rank_of(action.proc), action.flags,
                   action.kind == Action::kLog || action.kind == Action::kDoom ? action.bytes.c_str() : "");
-      if (action.kind == Action::kSend && action.sent().size() >= kHeadBytes) {
-        std::printf("             frame %d, %zu bytes\n", action.sent()[6], action.sent().size());
+      if (action.kind == Action::kSend && action.frames->size() >= kHeadBytes) {
+        std::printf("             frame %d, %zu bytes\n", (*action.frames)[6], action.frames->size());
       }
     }
   }

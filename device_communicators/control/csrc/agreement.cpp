@@ -333,7 +333,7 @@ bool Core::decide(RoundEntry* entry) {
   round.seats[round.me].done = round.delivered;
   Message message = message_of(*entry);
   message.verdict = round.verdict;
-  std::shared_ptr<Bytes> verdict;
+  std::shared_ptr<const Bytes> verdict;
   bool all = true;
   for (std::size_t i = 0; i < round.members.size(); ++i) {
     Round::Seat& seat = round.seats[i];
@@ -342,7 +342,7 @@ bool Core::decide(RoundEntry* entry) {
     seat.told = true;
     if (verdict == nullptr)
       verdict = std::make_shared<Bytes>(encode(Frame{FrameKind::kVerdict, world_, self_, packed(message)}));
-    act(Action::kSend, seat.connection).shared = verdict;
+    send(seat.connection, verdict);
   }
   if (!all) return true;
   message.verdict = nullptr;

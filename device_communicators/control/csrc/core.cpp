@@ -293,7 +293,7 @@ int Core::connect(Proc proc) {
 }
 
 void Core::send(int connection, FrameKind kind, Bytes body) {
-  act(Action::kSend, connection).bytes = encode(Frame{kind, world_, self_, std::move(body)});
+  send(connection, std::make_shared<Bytes>(encode(Frame{kind, world_, self_, std::move(body)})));
 }
 
 void Core::send_state(int connection) {
@@ -312,8 +312,8 @@ void Core::greet(int connection, const Bytes& nonce) {
   Link& link = links_[connection];
   link.opened = link.watched = link.heard = link.sign = now_;
   link.nonce = nonce;
-  act(Action::kSend, connection).bytes = encode(Hello{kVersion, kOldestVersion, config_.build});
-  send(connection, FrameKind::kNonce, nonce);
+  send(connection, std::make_shared<Bytes>(encode(Hello{kVersion, kOldestVersion, config_.build}) +
+                                           encode(Frame{FrameKind::kNonce, world_, self_, nonce})));
 }
 
 Bytes Core::proof(const Link& link, bool of_dialer) const {

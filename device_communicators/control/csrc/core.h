@@ -186,7 +186,7 @@ struct Action {
   enum Kind {
     kDial,   // `proc`, `endpoint`
     kClose,  // after its bytes were sent
-    kSend,
+    kSend,   // `frames`
     kProbe,
     kBoard,
     kBeat,
@@ -203,13 +203,11 @@ struct Action {
   std::uint64_t id = 0;
   std::uint8_t flags = 0;
   Bytes bytes;
-  std::shared_ptr<Bytes> shared;  // kSend: instead of `bytes`
+  std::shared_ptr<const Bytes> frames;
   const Endpoint* endpoint = nullptr;
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
   PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)
-
-  const Bytes& sent() const { return shared != nullptr ? *shared : bytes; }
 };
 
 class Core {
@@ -322,6 +320,9 @@ class Core {
   using RoundEntry = std::pair<const AgreementKey, Round>;
 
   Action& act(Action::Kind kind, int connection = -1);
+  void send(int connection, std::shared_ptr<const Bytes> frames) {
+    act(Action::kSend, connection).frames = std::move(frames);
+  }
   void log(Proc proc, std::string text);
   void wake_by(Nanos time) { alarm_ = time < alarm_ ? time : alarm_; }
   Nanos own_time(Nanos time) const { return time > kNever - skew_ ? kNever : time + skew_; }

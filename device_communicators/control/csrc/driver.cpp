@@ -319,10 +319,7 @@ class Driver {
     switch (action.kind) {
       case Action::kDial: dial(stay, action); break;
       case Action::kClose: close(stay, action.connection); break;
-      case Action::kSend:
-        if (action.shared != nullptr) send(stay, action.connection, action.shared);
-        else send(stay, action.connection, action.bytes);
-        break;
+      case Action::kSend: send(stay, action.connection, action.frames); break;
       case Action::kProbe: probe(stay, action.connection); break;
       case Action::kBoard:
         if (!stay->board.publish(action.bytes)) log(stay, "can't write the board of this process");
@@ -469,7 +466,7 @@ class Driver {
   void reply(Stay* stay, const std::vector<Store::Output>& replies) {
     for (const auto& [guest, bytes, is_question] : replies) {
       if (!is_question) {
-        send(stay, guest, bytes);
+        send(stay, guest, std::make_shared<Bytes>(bytes));
         continue;
       }
       Action question;
@@ -488,11 +485,10 @@ class Driver {
     return false;
   }
 
-  template <typename Part>
-  void send(Stay* stay, int number, const Part& bytes) {
+  void send(Stay* stay, int number, std::shared_ptr<const Bytes> bytes) {
     Connection* const connection = find(stay, number);
     if (connection == nullptr || connection->closing) return;
-    connection->out.add(bytes);
+    connection->out.add(std::move(bytes));
     unsent_.emplace_back(stay, number);
     if (connection->out.size <= kMostUnsent) return;
     log(stay, "closed a connection: its peer doesn't read");
@@ -714,16 +710,7 @@ bool post(Command command) {
 
 }  // namespace
 
-void Unsent::add(const Bytes& bytes) {
-  if (!parts.empty() && parts.back().use_count() == 1 && parts.back()->size() < kReadBytes) {
-    parts.back()->append(bytes);
-    size += bytes.size();
-  } else {
-    add(std::make_shared<Bytes>(bytes));
-  }
-}
-
-void Unsent::add(std::shared_ptr<Bytes> part) {
+void Unsent::add(std::shared_ptr<const Bytes> part) {
   size += part->size();
   if (!part->empty()) parts.push_back(std::move(part));
 }

@@ -50,13 +50,12 @@ class Inbox {
 };
 
 struct Unsent {
-  std::deque<std::shared_ptr<Bytes>> parts;
+  std::deque<std::shared_ptr<const Bytes>> parts;
   std::size_t at = 0;
   std::size_t size = 0;
 
   bool empty() const { return size == 0; }
-  void add(const Bytes& bytes);
-  void add(std::shared_ptr<Bytes> part);
+  void add(std::shared_ptr<const Bytes> part);
   void take(std::size_t count);
   void clear() { *this = Unsent(); }
 };

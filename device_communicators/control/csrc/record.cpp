@@ -61,7 +61,7 @@ std::string words(const Core& core, const Event& event) {
 
 std::string words(const Core& core, const Action& action) {
   std::string text = kActions[action.kind] + about(core, action);
-  if (action.kind == Action::kSend) text += frames_in(action.sent());
+  if (action.kind == Action::kSend) text += frames_in(*action.frames);
   else if (action.kind == Action::kDoom || action.kind == Action::kLog || action.kind == Action::kRefuse)
     text += " " + action.bytes;
   if (action.verdict == nullptr) return text;
