@@ -50,7 +50,6 @@ struct World {
 
   void meet() {
     Event event = event_of(Event::kMeet);
-    event.world = 7;
     event.roster = roster;
     step(event);
   }
@@ -76,7 +75,9 @@ struct World {
     actions = std::move(all);
   }
 
-  Bytes frame(FrameKind kind, int from, Bytes body) { return encode(Frame{kind, 7, proc_of(from), std::move(body)}); }
+  Bytes frame(FrameKind kind, int from, Bytes body) {
+    return encode(Frame{kind, roster->world, proc_of(from), std::move(body)});
+  }
 
   Bytes proof(int from, bool dialer) {
     const int dialed = dialer ? self : from;

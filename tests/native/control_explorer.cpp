@@ -17,7 +17,6 @@ using namespace parallel_state::control;
 
 namespace {
 
-constexpr std::uint64_t kWorld = 7;
 constexpr Nanos kTimeout = 2 * kSecond;
 
 Proc proc_of(int rank) { return static_cast<Proc>(rank) + 11; }
@@ -69,7 +68,6 @@ class Explorer {
     for (int rank = 0; rank < ranks_; ++rank) {
       Event event;
       event.kind = Event::kMeet;
-      event.world = kWorld;
       event.roster = roster_;
       step(&state, rank, event);
     }

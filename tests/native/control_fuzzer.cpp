@@ -186,7 +186,6 @@ class Fuzzer {
   void meet(std::size_t rank) {
     Event event;
     event.kind = Event::kMeet;
-    event.world = 7;
     event.roster = roster_;
     step(rank, event);
   }

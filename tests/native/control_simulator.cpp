@@ -26,7 +26,6 @@ using namespace parallel_state::control;
 
 namespace {
 
-constexpr std::uint64_t kWorld = 7;
 constexpr Nanos kForEver = kNever / 2;
 constexpr Nanos kLinger = 500 * kMillisecond;
 // After a cut, lost bytes and dials are sent again within kResent; a dial's answer follows within kRecovers of the cut.
@@ -195,7 +194,6 @@ class Simulator {
     processes_[rank].joined = true;
     Event event;
     event.kind = Event::kMeet;
-    event.world = kWorld;
     event.roster = roster_;
     deliver(rank, std::move(event));
   }
@@ -480,11 +478,11 @@ class Simulator {
     if (kind > 0) junk = encode(Hello{});
     if (kind == 2) {
       const Proc claimed = proc_of(static_cast<int>(random_.below(ranks_)));
-      junk += encode(Frame{FrameKind::kNonce, kWorld, claimed, Bytes(kNonceBytes, 'n')});
-      junk += encode(Frame{FrameKind::kIdentity, kWorld, claimed, Bytes(32, 'w')});
+      junk += encode(Frame{FrameKind::kNonce, roster_->world, claimed, Bytes(kNonceBytes, 'n')});
+      junk += encode(Frame{FrameKind::kIdentity, roster_->world, claimed, Bytes(32, 'w')});
     }
     if (kind == 3) {
-      Frame frame{FrameKind::kState, kWorld, proc_of(0), Bytes(40, '\x7f')};
+      Frame frame{FrameKind::kState, roster_->world, proc_of(0), Bytes(40, '\x7f')};
       junk += encode(frame);
     }
     for (int i = static_cast<int>(random_.below(100)); i >= 0; --i) junk.push_back(static_cast<char>(random_.next()));

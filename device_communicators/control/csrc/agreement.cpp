@@ -341,7 +341,7 @@ bool Core::decide(RoundEntry* entry) {
     if (seat.told || seat.done || seat.connection < 0) continue;
     seat.told = true;
     if (verdict == nullptr)
-      verdict = std::make_shared<Bytes>(encode(Frame{FrameKind::kVerdict, world_, self_, packed(message)}));
+      verdict = std::make_shared<Bytes>(encode(Frame{FrameKind::kVerdict, world(), self_, packed(message)}));
     send(seat.connection, verdict);
   }
   if (!all) return true;

@@ -45,6 +45,7 @@ std::string versions(const Hello& hello, std::uint32_t build) {
 Roster::Roster(std::vector<Member> all) : members(std::move(all)) {
   std::sort(members.begin(), members.end(), [](const Member& a, const Member& b) { return a.rank < b.rank; });
   std::map<std::uint64_t, int> numbers;
+  std::vector<Proc> procs;
   for (const Member& member : members) {
     const int index = static_cast<int>(domain_of.size());
     const int domain = numbers.emplace(member.domain, static_cast<int>(numbers.size())).first->second;
@@ -53,7 +54,9 @@ Roster::Roster(std::vector<Member> all) : members(std::move(all)) {
     domains[domain].push_back(index);
     domain_of.push_back(domain);
     indices[member.proc] = index;
+    procs.push_back(member.proc);
   }
+  world = digest_of(procs);
 }
 
 int Roster::index_of(Proc proc) const {
@@ -293,7 +296,7 @@ int Core::connect(Proc proc) {
 }
 
 void Core::send(int connection, FrameKind kind, Bytes body) {
-  send(connection, std::make_shared<Bytes>(encode(Frame{kind, world_, self_, std::move(body)})));
+  send(connection, std::make_shared<Bytes>(encode(Frame{kind, world(), self_, std::move(body)})));
 }
 
 void Core::send_state(int connection) {
@@ -313,7 +316,7 @@ void Core::greet(int connection, const Bytes& nonce) {
   link.opened = link.watched = link.heard = link.sign = now_;
   link.nonce = nonce;
   send(connection, std::make_shared<Bytes>(encode(Hello{kVersion, kOldestVersion, config_.build}) +
-                                           encode(Frame{FrameKind::kNonce, world_, self_, nonce})));
+                                           encode(Frame{FrameKind::kNonce, world(), self_, nonce})));
 }
 
 Bytes Core::proof(const Link& link, bool of_dialer) const {
@@ -437,7 +440,7 @@ bool Core::on_identity(int connection, const Frame& frame) {
 
 bool Core::on_frame(int connection, const Frame& frame) {
   Link& link = links_[connection];
-  if (frame.world != world_ && frame.world != 0 && world_ != 0) return false;
+  if (frame.world != world() && frame.world != 0 && world() != 0) return false;
   if (!link.identified && frame.kind == FrameKind::kNonce) return on_nonce(connection, frame);
   if (!link.identified) return frame.kind == FrameKind::kIdentity && on_identity(connection, frame);
   if (frame.from != link.proc) return false;
@@ -509,7 +512,6 @@ void Core::refuse(int connection, const char* reason) {
 void Core::meet(const Event& event) {
   const int me = event.roster->index_of(self_);
   if (roster_ != nullptr || me < 0) return;
-  world_ = event.world;
   roster_ = event.roster;
   me_ = me;
   watches_.assign(roster_->domains.size(), Watch());

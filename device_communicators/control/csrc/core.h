@@ -53,6 +53,7 @@ struct Roster {
   int index_of(Proc proc) const;
 
   std::vector<Member> members;
+  std::uint64_t world = 0;  // a digest
   std::vector<std::vector<int>> domains;
   std::vector<int> domain_of, place_of;  // by index; `place_of`: in its domain
   std::unordered_map<Proc, int> indices;
@@ -152,7 +153,7 @@ struct Call {
 struct Event {
   enum Kind {
     kTick,
-    kMeet,     // once: `world`, `roster`
+    kMeet,     // once: `roster`
     kDialed,   // `proc`, `connection`, `nonce`
     kRefused,  // no process listens at the endpoint of `proc`
     kNoAnswer,
@@ -171,7 +172,6 @@ struct Event {
   } kind = kTick;
   int connection = -1;
   Proc proc = 0;
-  std::uint64_t world = 0;
   std::uint8_t flags = 0;
   Nanos deadline = 0, age = 0;
   Bytes bytes;
@@ -179,7 +179,7 @@ struct Event {
   std::vector<Proc> procs;
   std::shared_ptr<const Roster> roster;
   std::shared_ptr<const Call> call;
-  PARALLEL_STATE_FIELDS(kind, connection, proc, world, flags, deadline, age, bytes, nonce, procs, roster, call)
+  PARALLEL_STATE_FIELDS(kind, connection, proc, flags, deadline, age, bytes, nonce, procs, roster, call)
 };
 
 struct Action {
@@ -338,6 +338,7 @@ class Core {
   void publish();
   void flood();
 
+  std::uint64_t world() const { return roster_ == nullptr ? 0 : roster_->world; }
   int index_of(Proc proc) const { return roster_ == nullptr ? -1 : roster_->index_of(proc); }
   int domain_of(Proc proc) const;
   bool is_stranger(const Link& link) const;
@@ -430,7 +431,6 @@ class Core {
   bool unpublished_ = false, publish_at_once_ = false;
   Ends ends_;
   std::uint64_t ends_digest_ = kEmptyDigest;
-  std::uint64_t world_ = 0;
   std::shared_ptr<const Roster> roster_;  // null before kMeet
   int me_ = -1;
   bool leading_ = false;
@@ -448,7 +448,7 @@ class Core {
  public:
   PARALLEL_STATE_FIELDS(self_, skew_, alarm_, next_tick_, alert_, leaving_, waits_until_, beats_asked_, said_left_,
                         farewell_sent_, left_, dirty_, urgent_, unpublished_, publish_at_once_, ends_, ends_digest_,
-                        world_, leading_, led_, watches_, silences_, links_, peers_, seen_, rounds_, refused_)
+                        leading_, led_, watches_, silences_, links_, peers_, seen_, rounds_, refused_)
 };
 
 }  // namespace parallel_state::control

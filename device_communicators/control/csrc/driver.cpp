@@ -571,10 +571,7 @@ class Driver {
     }
   }
 
-  void meet(Stay* stay, Event event, const std::vector<int>& boards) {
-    std::vector<Proc> procs;
-    for (const Member& member : event.roster->members) procs.push_back(member.proc);
-    event.world = digest_of(procs);
+  void meet(Stay* stay, const Event& event, const std::vector<int>& boards) {
     const int me = event.roster->index_of(stay->proc);
     feed(stay, event);
     if (me < 0) return;
