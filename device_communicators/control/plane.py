@@ -40,7 +40,6 @@ from device_communicators.control.client import ask
 logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
-MOST_TEXT_BYTES = 256
 LINGER_S = 1.0
 GREETING_BYTES = 44
 """Number of bytes that a connection's listener sends first (docs/protocol.md)."""
@@ -160,7 +159,7 @@ class World:
         """
         prepare_exit()
         _leave_at_exit()
-        self._library, self._pid = library, os.getpid()
+        self.library, self._pid = library, os.getpid()
         first, last = (port, port) if port is not None else settings.PORTS.get() or (0, 0)
         proc, bound, board = ctypes.c_uint64(), ctypes.c_int(), ctypes.c_int()
         if len(token.encode()) > MOST_TOKEN_BYTES:
@@ -233,7 +232,7 @@ class World:
         }
         self._procs, self._ranks = procs, ranks  # before joining: for a store, the callback thread runs already
         try:
-            code = self._library.ps_control_meet(self._handle, packed, len(packed), len(members))
+            code = self.library.ps_control_meet(self._handle, packed, len(packed), len(members))
             self._check(code, "joining the world")
         except BaseException:
             self._procs, self._ranks = {}, {}
@@ -280,7 +279,7 @@ class World:
         procs = (ctypes.c_uint64 * len(ordered))(*[self._procs[rank] for rank in ordered])
         digest, what = ctypes.c_uint64(), f"the agreement '{purpose}' (attempt {attempt})"
         call = (self._handle, purpose.encode(), attempt, procs, len(ordered), value, len(value))
-        code = self._library.ps_control_call(*call, timeout_s, ctypes.byref(digest))
+        code = self.library.ps_control_call(*call, timeout_s, ctypes.byref(digest))
         if code == -errno.EEXIST:
             raise InvalidArgumentError(
                 f"{what} of ranks {format_ranks(ordered)} is already running in this process; wait for it, or pass "
@@ -290,17 +289,15 @@ class World:
         try:
             self._check(code, what)
             verdict = self._await_verdict(
-                key, what, timeout_s, give_up, lambda: self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
+                key, what, timeout_s, give_up, lambda: self.library.ps_control_call(*call, -1.0, ctypes.byref(digest))
             )
         except BaseException:
-            self._library.ps_control_call(*call, -1.0, ctypes.byref(digest))
+            self.library.ps_control_call(*call, -1.0, ctypes.byref(digest))
             raise
         finally:
-            self._library.ps_control_forget(*key)
-        if verdict.kind != "agreed":
-            return Verdict(verdict.kind, [], verdict.ranks)
-        values = dict(zip(ordered, verdict.values, strict=True))
-        return Verdict(verdict.kind, [values[rank] for rank in ranks], [])
+            self.library.ps_control_forget(*key)
+        values = dict(zip(ordered, verdict.values, strict=False))  # none unless agreed
+        return verdict._replace(values=[values[rank] for rank in ranks if values])
 
     def ask(self, ranks: Sequence[int], question: bytes, timeout_s: float) -> dict[int, bytes | None]:
         """Sends `question` to `ranks` and returns the replies by rank. None: the rank's process runs, but its Python
@@ -313,14 +310,8 @@ class World:
                 "callbacks; ask in another thread"
             )
         servers, own = {rank: self._servers[rank] for rank in ranks}, self._ranks[self.endpoint.proc]
-        results = ask(self._library, servers, own, question, timeout_s)
+        results = ask(self.library, servers, own, question, timeout_s)
         return {rank: None if code else reply for rank, (code, reply) in results.items() if code in (0, errno.ETIME)}
-
-    def is_ending(self, pid: int) -> bool:
-        """Returns True if the process exited, or if each of its threads is exiting or will be killed by a pending
-        SIGKILL.
-        """
-        return bool(self._library.ps_control_is_ending(pid))
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
         """Makes the waits of the C++ group `group` end when a rank of `domain` dies. `ranks`: the group's global ranks,
@@ -328,7 +319,7 @@ class World:
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
-        if not self._library.ps_group_listen(group, self._handle, *arguments):
+        if not self.library.ps_group_listen(group, self._handle, *arguments):
             self._check(-errno.ESRCH, f"ending waits of ranks {format_ranks(ranks)}")
 
     def report_failed(self, text: str) -> None:
@@ -342,7 +333,7 @@ class World:
         """Returns the last events that this control plane recorded (32 to 64 KiB, encoded for `describe`), or b"" if
         there was no memory for them. They can contain secret tokens that were passed to `agree`.
         """
-        return _filled(lambda buffer, size: self._library.ps_control_record(self._handle, buffer, size))
+        return _filled(lambda buffer, size: self.library.ps_control_record(self._handle, buffer, size))
 
     def leave(self, linger_s: float = LINGER_S) -> None:
         """Tells peers that this process leaves. Returns when the other hosts' operating systems have received that
@@ -351,16 +342,12 @@ class World:
         if self._is_leaving or self._pid != os.getpid():
             return
         self._is_leaving = True
-        self._library.ps_control_leave(self._handle, linger_s)
+        self.library.ps_control_leave(self._handle, linger_s)
         thread = self._thread
         if thread is None:
-            self._library.ps_control_close(self._handle)
+            self.library.ps_control_close(self._handle)
         elif thread is not threading.current_thread():
             thread.join(1.0)
-
-    @property
-    def library(self) -> Any:
-        return self._library
 
     @property
     def _handle(self) -> int:
@@ -372,8 +359,8 @@ class World:
         return int(self._own_handle)
 
     def _report(self, proc: int, flags: int, text: str) -> None:
-        cut = text.encode()[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
-        code = self._library.ps_control_report(self._handle, proc, flags, cut, len(cut))
+        cause = text.encode()
+        code = self.library.ps_control_report(self._handle, proc, flags, cause, len(cause))
         self._check(code, "a report")
 
     def _check(self, code: int, what: str) -> None:
@@ -391,7 +378,7 @@ class World:
         """
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
-            size = self._library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
+            size = self.library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
             self._check(min(size, 0), what)
             if 0 < size <= len(buffer):
                 break
@@ -416,7 +403,7 @@ class World:
 
     def _listen(self) -> None:
         poll = select.poll()
-        poll.register(self._library.ps_control_eventfd(self._handle), select.POLLIN)
+        poll.register(self.library.ps_control_eventfd(self._handle), select.POLLIN)
         buffer = ctypes.create_string_buffer(1 << 16)
         try:
             look_at = 0.0
@@ -425,14 +412,14 @@ class World:
                 if time.monotonic() >= look_at:  # the poll may return earlier, for news
                     self._guarded(self._look)
                     look_at = time.monotonic() + _LOOK_S
-                while size := self._library.ps_control_next(self._handle, buffer, len(buffer)):
+                while size := self.library.ps_control_next(self._handle, buffer, len(buffer)):
                     if size > len(buffer):
                         buffer = ctypes.create_string_buffer(size)
                     else:
                         self._guarded(self._take, _Reader(ctypes.string_at(buffer, size)))
         finally:
             self._end = self._end or "its helper thread ended"
-            self._library.ps_control_close(self._handle)
+            self.library.ps_control_close(self._handle)
 
     def _take(self, news: _Reader) -> None:
         kind, flags, proc, number, text = _head_of(news)
@@ -460,7 +447,7 @@ class World:
             self._guarded(self._on_change, Change(word, rank, _words(text), by))
 
     def _reply(self, number: int, reply: bytes) -> None:
-        self._library.ps_control_reply(self._handle, number, reply, len(reply))
+        self.library.ps_control_reply(self._handle, number, reply, len(reply))
 
     def _guarded(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -627,8 +627,9 @@ class Watcher:
         """
         world = self._world
         for rank, pid in self.pids.items():
-            is_late = rank in ranks and rank not in self._deaths and world is not None and world.is_ending(pid)
-            if is_late and not self.has_left(rank):
+            if world is None or rank not in ranks or rank in self._deaths or self.has_left(rank):
+                continue
+            if world.library.ps_control_is_ending(pid):
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:

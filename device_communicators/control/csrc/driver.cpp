@@ -574,13 +574,11 @@ class Driver {
   void meet(Stay* stay, const Event& event, const std::vector<int>& boards) {
     const int me = event.roster->index_of(stay->proc);
     feed(stay, event);
-    if (me < 0) return;
+    if (me < 0 || stay->has_met) return;
     stay->rank = event.roster->members[me].rank;
     for (const int index : event.roster->domains[event.roster->domain_of[me]]) {
       const Member& member = event.roster->members[index];
-      const auto known = std::find_if(stay->neighbours.begin(), stay->neighbours.end(),
-                                      [&](const auto& entry) { return entry.second.proc == member.proc; });
-      if (index != me && known == stay->neighbours.end()) watch(stay, member, boards[index]);
+      if (index != me) watch(stay, member, boards[index]);
     }
     stay->has_met = true;
     note_met(stay);
