@@ -41,8 +41,6 @@ logger = logging.getLogger("parallel_state")
 
 MOST_VALUE_BYTES = 4096
 LINGER_S = 1.0
-GREETING_BYTES = 44
-"""Number of bytes that a connection's listener sends first (docs/protocol.md)."""
 _GRACE_S = 5.0
 """A call that hasn't returned 5 s after its deadline raises ControlError."""
 _SLICE_S = 0.05
@@ -63,14 +61,6 @@ _VERDICTS = ("agreed", "ended", "missing", "undecided")
 SAME = "the replay has the same digest\n"
 """Last line of the result of `describe` if a replay of the recorded events ends in the recorded state."""
 _MEMBER = struct.Struct("<iQQiQiH")
-_GREETING = struct.Struct("<8s28xQ")
-
-
-def greeter(greeting: bytes) -> int:
-    if len(greeting) != GREETING_BYTES:
-        return 0
-    magic, proc = _GREETING.unpack(greeting)
-    return int(proc) if magic == b"\0PSCTRL1" else 0
 
 
 Answer = bytes | Callable[[Callable[[bytes], None]], None]
@@ -115,6 +105,10 @@ class Endpoint(NamedTuple):
     def parse(cls, text: str | bytes) -> Endpoint:
         proc, host, port, token, board = json.loads(text)
         return cls(int(proc), str(host), int(port), str(token), int(board))
+
+    def server(self) -> tuple[str, int, str]:
+        """Returns the process's numeric address, port and secret, or raises OSError."""
+        return str(resolve(self.host, self.port)[0][4][0]), self.port, self.token
 
 
 class Member(NamedTuple):

@@ -6,18 +6,15 @@ expected process answers, because several hosts can have the same address (docke
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import os
-import selectors
-import socket
 import time
 from collections.abc import Mapping, Sequence
 
 from device_communicators.base.errors import RendezvousError, format_ranks
-from device_communicators.base.host import resolve
-from device_communicators.control.plane import GREETING_BYTES, MOST_VALUE_BYTES, Verdict, greeter
+from device_communicators.control.client import ask
+from device_communicators.control.plane import MOST_VALUE_BYTES, Verdict
+from device_communicators.cpu import native
 from device_communicators.liveness.health import Watcher, describe_deaths, kind_of_deaths
 from parallel_state.startup import interfaces
 from parallel_state.startup.interfaces import Address
@@ -25,6 +22,7 @@ from parallel_state.startup.interfaces import Address
 _LIMIT_S = 20.0
 """Limit of the check, which also takes at most half of the time until the start-up's deadline."""
 _OWN_HOST_S = 2.0
+_OF_ANOTHER = (errno.EKEYREJECTED, errno.EPROTO, errno.EPROTONOSUPPORT, errno.EBADMSG, errno.ECONNABORTED)
 _PURPOSE = "hosts reach each other"
 _Pair = tuple[int, int, str]
 """A rank, a second rank that the first can't reach, and the reason."""
@@ -105,37 +103,22 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
     """Connects to each of `leads`, except `rank`. Returns the unreachable leads with the reasons."""
     found: dict[int, str] = {}
-    received = {lead: b"" for lead in leads if lead != rank}
-    deadline = time.monotonic() + limit_s
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-        for lead in received:
-            endpoint = places[lead].for_control.endpoint
-            if endpoint is None:
-                continue
+    servers: dict[int, tuple[str, int, str]] = {}
+    for lead in leads:
+        endpoint = places[lead].for_control.endpoint
+        if lead != rank and endpoint is not None:
             try:
-                family, kind, _, _, where = resolve(endpoint.host, endpoint.port)[0]
-                peer = stack.enter_context(socket.socket(family, kind))
-                peer.setblocking(False)
-                if (code := peer.connect_ex(where)) not in (0, errno.EINPROGRESS):
-                    raise OSError(code, os.strerror(code))
-                selector.register(peer, selectors.EVENT_READ, (lead, endpoint))
-                found[lead] = f"no answer at port {endpoint.port} within {limit_s:.1f} s"
+                servers[lead] = endpoint.server()
             except OSError as error:
                 found[lead] = f"{error} (port {endpoint.port})"
-        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                lead, endpoint = key.data
-                try:
-                    new = key.fileobj.recv(GREETING_BYTES - len(received[lead]))  # type: ignore[union-attr]
-                    received[lead] += new
-                    if new and len(received[lead]) < GREETING_BYTES:
-                        continue
-                    found[lead] = f"another process answers at that address (port {endpoint.port})"
-                    if greeter(received[lead]) == endpoint.proc:
-                        del found[lead]
-                except OSError as error:
-                    found[lead] = f"{error} (port {endpoint.port})"
-                selector.unregister(key.fileobj)
+    for lead, (code, text) in ask(native.load(), servers, rank, b"", limit_s).items():
+        port = servers[lead][1]
+        if code == errno.ETIMEDOUT:
+            found[lead] = f"no answer at port {port} within {limit_s:.1f} s"
+        elif code in _OF_ANOTHER:
+            found[lead] = f"another process answers at that address (port {port})"
+        elif code != 0:
+            found[lead] = f"{text.decode()} (port {port})"
     return found
 
 

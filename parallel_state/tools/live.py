@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_communicators.base.errors import format_ranks
-from device_communicators.base.host import parent_of, resolve
+from device_communicators.base.host import parent_of
 from device_communicators.control.client import ask
 from device_communicators.control.plane import Endpoint, find_endpoints
 from device_communicators.cpu import native
@@ -127,8 +127,10 @@ def _ancestors(pid: int) -> set[int]:
 
 def _ask(endpoints: list[Endpoint], topic: str, limit_s: float) -> dict[Endpoint, Any]:
     library = native.load_for_tools() if endpoints else None
-    servers = {each: (str(resolve(each.host)[0][4][0]), each.port, each.token) for each in endpoints}
-    answers = {}
+    servers, answers = {}, {}
+    for each in endpoints:
+        with contextlib.suppress(OSError):  # no name server knows its host
+            servers[each] = each.server()
     for endpoint, (code, reply) in ask(library, servers, -1, f"{topic}\0".encode(), limit_s).items():
         if code == errno.EPROTONOSUPPORT:
             print(f"the process at port {endpoint.port} can't be asked: {reply.decode()}", file=sys.stderr)

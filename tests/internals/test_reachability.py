@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -12,6 +10,7 @@ from device_communicators.control.plane import MOST_VALUE_BYTES, Endpoint, World
 from device_communicators.cpu import native
 from parallel_state.startup import reachability
 from parallel_state.startup.interfaces import Address
+from tests.helpers.services import greets, hangs_up, refuses, service
 
 OWN = Address("1", "127.0.0.1")
 
@@ -33,29 +32,14 @@ def test_the_right_process_answers(world: World) -> None:
 
 
 def test_another_process_answers(world: World) -> None:
-    assert "another process answers" in _found(world.endpoint._replace(proc=world.endpoint.proc + 2))[1]
+    assert "another process answers" in _found(world.endpoint._replace(token="of another"))[1]
 
 
-@pytest.mark.parametrize("content", [b"", b"SSH-2.0-OpenSSH", b"\0PSCTRL1" + bytes(100)])
-def test_another_service_answers(content: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(5.0)
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(BaseException):
-                peer, _ = server.accept()
-                peer.sendall(content)
-                peer.shutdown(socket.SHUT_WR)
-                peer.recv(1)
-            os._exit(0)
-        port = server.getsockname()[1]
-        try:
-            assert (
-                f"another process answers at that address (port {port})"
-                in _found(Endpoint(3, "127.0.0.1", port, "", 0))[1]
-            )
-        finally:
-            os.waitpid(pid, 0)
+@pytest.mark.parametrize("answer", [hangs_up, greets, refuses])
+def test_another_service_answers(answer: Callable[[socket.socket], None]) -> None:
+    with service(answer) as (host, port):
+        told = _found(Endpoint(3, host, port, "", 0), 0.5)[1]
+    assert told == f"another process answers at that address (port {port})"
 
 
 def test_nobody_answers() -> None:
