@@ -490,7 +490,7 @@ def _kind_of(flags: int) -> str:
 def _head_of(news: _Reader) -> tuple[int, int, int, int, bytes]:
     kind, flags, proc, number = (news.number(form) for form in "BBQQ")
     head = kind, flags, proc, number, news.text()
-    news.number("Q"), news.text(), news.number("I"), news.number("B")
+    news.number("B")  # a verdict follows
     return head
 
 

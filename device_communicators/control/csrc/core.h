@@ -207,7 +207,7 @@ struct Action {
   const Endpoint* endpoint = nullptr;
   AgreementKey key;
   std::shared_ptr<const Verdict> verdict;
-  PARALLEL_STATE_FIELDS(flags, proc, id, bytes, key, verdict)
+  PARALLEL_STATE_FIELDS(flags, proc, id, bytes, verdict)
 };
 
 class Core {
