@@ -228,19 +228,17 @@ class Status:
         within 0.6 s.
         """
         until = time.monotonic() + _REPORTS_S
+        self.publish(key, ranks, own)
         with self._changed:
             reports = self._of(key).reports
-            reports[self.rank] = own
-        for rank, reply in self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S).items():
-            self._take_report(rank, reply)
-        with self._changed:
             self._changed.wait_for(lambda: reports.keys() >= set(ranks), until - time.monotonic())
             return {rank: reports[rank] for rank in ranks if rank in reports}
 
     def publish(self, key: str, ranks: Sequence[int], own: Report) -> None:
         with self._changed:
             self._of(key).reports[self.rank] = own
-        self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S)
+        for rank, reply in self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S).items():
+            self._take_report(rank, reply)
 
     def _answer_report(self, rank: int, question: bytes) -> bytes:
         key = self._take_report(rank, question)

@@ -327,7 +327,7 @@ class Driver {
       case Action::kBeat: beat(stay); break;
       case Action::kLook:
         for (const auto& [number, neighbour] : stay->neighbours) {
-          if (neighbour.proc != action.proc || neighbour.ended || !is_ending(neighbour.pid)) continue;
+          if (neighbour.member.proc != action.proc || neighbour.ended || !is_ending(neighbour.member.pid)) continue;
           stay->events.push_back(event_of(Event::kExiting, action.proc));
         }
         break;
@@ -588,7 +588,7 @@ class Driver {
   void note_met(Stay* stay) {
     if (!stay->has_met || stay->noted_met) return;
     for (const auto& [number, neighbour] : stay->neighbours) {
-      if (!neighbour.board && !neighbour.ended && !stay->core->is_gone(neighbour.proc)) return;
+      if (!neighbour.board && !neighbour.ended && !stay->core->is_gone(neighbour.member.proc)) return;
     }
     stay->board.note_met();
     stay->noted_met = true;
@@ -597,25 +597,23 @@ class Driver {
   void watch(Stay* stay, const Member& member, int board) {
     const int number = add(stay, kNeighbour, -1, 0);
     Neighbour& neighbour = stay->neighbours[number];
-    neighbour.proc = member.proc;
-    neighbour.pid = member.pid;
-    neighbour.began = member.began;
+    neighbour.member = member;
     neighbour.board_number = board;
-    neighbour.name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
     attach(stay, number, &neighbour);
   }
 
   // Retries each second: descriptors may have run out.
   void attach(Stay* stay, int number, Neighbour* neighbour) {
+    const Member& member = neighbour->member;
     neighbour->attach_at = kNever;
     std::string problem;
     errno = 0;
-    if (!neighbour->board && !neighbour->board.open(neighbour->pid, neighbour->board_number, neighbour->proc)) {
+    if (!neighbour->board && !neighbour->board.open(member.pid, neighbour->board_number, member.proc)) {
       problem = "'s board can't be opened, so its farewell can't be read";
     }
     int code = errno;
     if (!neighbour->watched) {
-      const ProcessWatch::Found found = neighbour->watch.open(neighbour->pid, neighbour->began);
+      const ProcessWatch::Found found = neighbour->watch.open(member.pid, member.began);
       // An exited process's pidfd stays readable: it isn't polled.
       if (found == ProcessWatch::kExited) return on_end(stay, neighbour);
       neighbour->watched =
@@ -626,11 +624,12 @@ class Driver {
         problem = " can't be watched, so its exit isn't detected";
       }
     }
-    if (problem.empty() || stay->core->is_gone(neighbour->proc)) return;
+    if (problem.empty() || stay->core->is_gone(member.proc)) return;
     neighbour->attach_at = monotonic_now() + kAttach;
     if (std::exchange(neighbour->warned, true)) return;
     if (code != 0) problem += std::string(": ") + std::strerror(code);
-    log(stay, neighbour->name + problem + "; tried again each second", true);
+    const std::string name = "rank " + std::to_string(member.rank) + " (pid " + std::to_string(member.pid) + ")";
+    log(stay, name + problem + "; tried again each second", true);
   }
 
   void on_end(Stay* stay, Neighbour* neighbour) {
@@ -638,13 +637,13 @@ class Driver {
     neighbour->ended = true;
     read_board(stay, neighbour, nullptr);
     if (neighbour->watched && neighbour->watch.is_polled()) control(EPOLL_CTL_DEL, 0, neighbour->watch.number(), 0);
-    feed(stay, event_of(Event::kEnded, neighbour->proc));
+    feed(stay, event_of(Event::kEnded, neighbour->member.proc));
   }
 
   void read_board(Stay* stay, Neighbour* neighbour, std::vector<Proc>* moved) {
-    Event event = event_of(Event::kBoard, neighbour->proc);
+    Event event = event_of(Event::kBoard, neighbour->member.proc);
     bool is_new = false;
-    if (neighbour->board.read(&event.bytes, &is_new) && moved != nullptr) moved->push_back(neighbour->proc);
+    if (neighbour->board.read(&event.bytes, &is_new) && moved != nullptr) moved->push_back(neighbour->member.proc);
     if (is_new) feed(stay, std::move(event));
   }
 

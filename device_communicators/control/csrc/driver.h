@@ -73,11 +73,8 @@ struct Connection {
 };
 
 struct Neighbour {
-  Proc proc = 0;
-  int pid = 0;
-  std::uint64_t began = 0;
+  Member member;
   int board_number = -1;
-  std::string name;
   ProcessWatch watch;
   PeerBoard board;
   bool watched = false;
