@@ -1,4 +1,4 @@
-"""Carries messages through the compiled library, or by the group's calls send, recv and broadcast (*transfers*).
+"""Carries messages through the compiled library.
 
 Tensors on a device such as a GPU always go by transfers.
 """
@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
 from device_communicators.base import settings
-from device_communicators.base.errors import CollectiveMismatchError, RemoteError, UnsupportedError
+from device_communicators.base.errors import CollectiveMismatchError, RemoteError
 from device_communicators.calls.recorder import Operation
 from device_communicators.calls.user_call import TRANSFERS, UserCall, message_word, transfer_number
 from device_communicators.cpu.channels import MESSAGES, Channels
@@ -32,7 +31,7 @@ from device_communicators.routing.started import Handle
 from device_communicators.routing.waits import waiting_for
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
-from parallel_state.messages.reader import Medium, Reader
+from parallel_state.messages.reader import BODY, BROADCAST, SENT, Reader, RouteMedium, counted_name
 from parallel_state.messages.wire import (
     DONE,
     FRAME_BYTES,
@@ -43,27 +42,15 @@ from parallel_state.messages.wire import (
     split_by_device,
 )
 
-# The next frame's receive may be posted before this message's body arrives.
-_FRAME, _BODY = 1, 2
-SENT, _RECEIVED, _BROADCAST = "send_message", "recv_message", "broadcast_message"
-_RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
 _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
-def medium_of(route: Route) -> Medium:
+def medium_of(route: Route) -> RouteMedium:
     """Returns the medium that carries the messages of the route's group. Its class is the same on all ranks."""
-    if route.context.fake:
-        return FakeMedium(route)
     memory = route.context.host_memory
     if memory is None or (memory.channels is None and memory.collectives is None):
         return RouteMedium(route)
     return LibraryMedium(route, memory.channels or memory.streams)
-
-
-def _counted(reader: Reader, call: UserCall | None) -> str:
-    if reader.is_list:
-        return _RECEIVED_LIST if call is None else _BROADCAST_LIST
-    return _RECEIVED if call is None else _BROADCAST
 
 
 def _method_of(reader: Reader) -> int:
@@ -75,101 +62,10 @@ def _method_of(reader: Reader) -> int:
     return number if reader.is_list or TRANSFERS[number] not in _OF_LISTS else TRANSFERS.index("recv_tensor_dict")
 
 
-class FakeMedium(Medium):
-    takes_many = True
-
-    def __init__(self, route: Route) -> None:
-        self.route = route
-
-    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
-        self.route.count(outgoing.counted or SENT)
-        return []
-
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        self.route.count(outgoing.counted or _BROADCAST)
-
-    def start_receive(self, reader: Reader) -> None:
-        raise UnsupportedError(
-            f"a message from rank {reader.src} can't be received: {self.route.context} uses torch's fake backend, in "
-            f"which only rank {self.route.context.rank} exists. Use a backend such as gloo, or simulate()"
-        )
-
-    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
-        self.start_receive(reader)
-        return ()
-
-
-class RouteMedium(Medium):
-    """Sends a message as transfers: frame, rest of the head (see the module `wire`), and each non-empty tensor."""
-
-    takes_many = False
-
-    def __init__(self, route: Route) -> None:
-        self.route = route
-
-    def _receive_part(self, x: Tensor, src: int, call: UserCall | None, counted: str, kind: int = _BODY) -> Handle:
-        if call is None:
-            return self.route.start("irecv_", x, src, self.route.context.tag(kind), part_of=counted)
-        return self.route.start("ibroadcast_", x, src, part_of=counted, method=call.method)
-
-    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
-        rest = [] if outgoing.rest is None else [outgoing.rest]
-        pieces = [(outgoing.frame, _FRAME), *((piece, _BODY) for piece in [*rest, *_parts_of(outgoing.tensors)])]
-        tag = self.route.context.tag
-        name = outgoing.counted or SENT
-        parts = [self.route.start("isend", piece, dst, tag(kind), part_of=name) for piece, kind in pieces]
-        self.route.count(name)
-        return parts
-
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
-        route, src, method = self.route, self.route.context.rank, call.method
-        frame, name = outgoing.frame, outgoing.counted or _BROADCAST
-        # Wait for the frame first: ranks in another call detect the mismatch by it.
-        route.run("broadcast_", frame, frame, src, part_of=name, method=method)
-        pieces = ([] if outgoing.rest is None else [outgoing.rest]) + _parts_of(outgoing.tensors)
-        parts = [route.start("ibroadcast_", piece, src, part_of=name, method=method) for piece in pieces]
-        for part in parts:
-            part.wait()
-        route.count(name)
-
-    def start_receive(self, reader: Reader) -> None:
-        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
-        reader.posted = frame, self._receive_part(frame, reader.src, None, _counted(reader, None), _FRAME)
-
-    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
-        route, src, name = self.route, reader.src, _counted(reader, call)
-        if call is None and reader.posted is None:
-            self.start_receive(reader)
-        route.check_usable()
-        if call is None:
-            frame, posted = reader.posted
-            posted.wait()
-        else:
-            frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
-            route.run("broadcast_", frame, frame, src, part_of=name, method=call.method)
-        route.count(name)
-        header = wire.parse_frame(frame, route.context, src)
-        rest = wire.rest_buffer(header)
-        if rest is not None:
-            self._receive_part(rest, src, call, name).wait()
-        received = _parts_of(reader.take_head(header, wire.body_of(header, frame, rest)))
-        parts = [self._receive_part(tensor, src, call, name) for tensor in received]
-        for part, tensor in zip(parts, received, strict=True):
-            if tensor.device.type == "cpu":  # the caller waits for others, on its own stream
-                part.wait()
-        return parts
-
-
-def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if tensor.numel()]
-
-
 _Receiver = Receiver | StreamReceiver | ToAllReceiver
 
 
 class LibraryMedium(RouteMedium):
-    takes_many = True
-
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
         """`channels`: sends messages to single ranks. Without it, they are sent as transfers over `route`."""
         super().__init__(route)
@@ -239,7 +135,7 @@ class LibraryMedium(RouteMedium):
 
     def _write(self, outgoing: Outgoing, dst: int | None, call: UserCall | None) -> list[Handle]:
         route, started, hosts = self.route, time.monotonic(), self._hosts
-        name = outgoing.counted or (SENT if call is None else _BROADCAST)
+        name = outgoing.counted or (SENT if call is None else BROADCAST)
         operation = "send" if call is None else call.method
         on_cpu, on_device = split_by_device(outgoing.tensors)
         route.check_usable()
@@ -266,7 +162,7 @@ class LibraryMedium(RouteMedium):
     ) -> list[Handle]:
         route = self.route
         if call is None:
-            return [route.start("isend", x, dst, route.context.tag(_BODY), part_of=name) for x in tensors]
+            return [route.start("isend", x, dst, route.context.tag(BODY), part_of=name) for x in tensors]
         src, method = route.context.rank, call.method
         return [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in tensors]
 
@@ -290,7 +186,7 @@ class LibraryMedium(RouteMedium):
             super().start_receive(reader)
             return
         self.route.check_usable()
-        self.route.check_recordable(_counted(reader, None))
+        self.route.check_recordable(counted_name(reader, None))
         receiver = self.channels.message_receiver(reader.src)
         if receiver.is_held_here:  # in a signal handler, which would receive another call's message
             raise receiver.in_a_handler("recv")
@@ -327,10 +223,10 @@ class LibraryMedium(RouteMedium):
         if found is not take:
             reader.found = found
             return ()
-        return [self._receive_part(x, src, call, _counted(reader, call)) for x in on_device]
+        return [self._receive_part(x, src, call, counted_name(reader, call)) for x in on_device]
 
     def _receive_recorded(self, reader: Reader, call: UserCall | None, take: Any) -> Any:
-        route, name, operation = self.route, _counted(reader, call), "recv" if call is None else call.method
+        route, name, operation = self.route, counted_name(reader, call), "recv" if call is None else call.method
         started, is_queued = time.monotonic(), call is not None and self._hosts is None
         route.check_usable()
         route.check_recordable(name)

@@ -32,16 +32,13 @@ from parallel_state.collectives.ops import ordering_token
 from parallel_state.messages import wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
-from parallel_state.messages.reader import ListReader, Medium, Reader, allocate
+from parallel_state.messages.reader import ListReader, Reader, RouteMedium, allocate
 from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, Outgoing, split_by_device
 
 _GATHERED = "all_gather_message"
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
-_PACKED_BYTES = 64 << 10
-"""Tensors that are sent as transfers are packed into one transfer if their total size is at most this."""
-
 _UNWAITED_S = 0.02
 """A background thread completes a send that isn't waited for within this time."""
 
@@ -65,10 +62,10 @@ class Messenger:
         from parallel_state.messages.media import medium_of
 
         self.route = route
-        self.medium: Medium = medium_of(route)
+        self.medium: RouteMedium = medium_of(route)
         self.allow_pickle = allow_pickle
         self.past_python = self.medium.past_python
-        self._has_pool = self.medium.takes_many and route.context.collectives is not None
+        self._has_pool = route.context.collectives is not None
         self._token = ordering_token(wire.CPU)
         self._pending: dict[int, list[ReceiveHandle]] = {}
         """Started receives by source rank, in their order."""
@@ -305,7 +302,7 @@ class Messenger:
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
             self._take_in_earlier(src)
-            self._fill(on_cpu, form, src)
+            self._receive(ListReader(self, src, wire.head_of_list(form, on_cpu), on_cpu))
         self.route.run_list("recv", on_device, src, part_of=_RECEIVED_LIST)
         _copy_back(tensors, flat)
 
@@ -342,20 +339,10 @@ class Messenger:
             if on_cpu and is_src:
                 self.medium.broadcast(self._list_of(on_cpu, form, _BROADCAST_LIST), call)
             elif on_cpu:
-                self._fill(on_cpu, form, src, call)
+                self._receive(ListReader(self, src, wire.head_of_list(form, on_cpu), on_cpu), call)
             self.route.run_list("broadcast_", on_device, src, part_of=_BROADCAST_LIST, method=call.method)
         if not is_src:
             _copy_back(tensors, flat)
-
-    def _packed(self, tensors: list[Tensor], *, fill: bool = True) -> list[Tensor]:
-        if self.medium.takes_many or len(tensors) < 2:
-            return tensors
-        size_bytes = sum(tensor.nbytes for tensor in tensors)
-        if size_bytes > _PACKED_BYTES:
-            return tensors
-        if fill:
-            return [torch.cat([as_bytes(tensor) for tensor in tensors])]
-        return [torch.empty(size_bytes, dtype=torch.uint8, device=wire.CPU)]
 
     def _list_of(self, tensors: Sequence[Tensor], form: str, counted: str) -> Outgoing:
         for x in tensors:
@@ -365,15 +352,7 @@ class Messenger:
                     "tensors in separate calls"
                 )
         flat = [dense(x) for x in tensors]
-        return Outgoing(wire.head_of_list(form, flat), self._packed(flat), counted=counted)
-
-    def _fill(self, tensors: Sequence[Tensor], form: str, src: int, call: UserCall | None = None) -> None:
-        received = self._packed(list(tensors), fill=False)
-        self._receive(ListReader(self, src, wire.head_of_list(form, tensors), received), call)
-        if len(received) < len(tensors):
-            pieces = received[0].split([tensor.nbytes for tensor in tensors])
-            for tensor, piece in zip(tensors, pieces, strict=True):
-                as_bytes(tensor).copy_(piece)
+        return Outgoing(wire.head_of_list(form, flat), flat, counted=counted)
 
     def _split_by_device(self, tensors: Sequence[Tensor], counted: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         context = self.route.context

@@ -1,5 +1,6 @@
-"""Builds a received object. The carrier of messages (`Medium`) passes the head to `take_head`, fills the tensors, and
-calls `build`.
+"""Builds a received object, and carries messages by the group's calls send, recv and broadcast (*transfers*).
+
+The carrier of messages passes the head to a Reader's `take_head`, fills the tensors, and calls `build`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ import torch
 from torch import Tensor
 
 from device_communicators.base import settings
-from device_communicators.base.errors import CollectiveMismatchError, CommunicationError, GroupDestroyedError
+from device_communicators.base.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    GroupDestroyedError,
+    UnsupportedError,
+)
 from device_communicators.calls.user_call import UserCall
 from device_communicators.cpu.types import PastPython
 from device_communicators.routing.route import Route
@@ -21,7 +27,7 @@ from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import TensorMetadata
-from parallel_state.messages.wire import NOTHING, AllGatherGroup, Cut, Header, Outgoing
+from parallel_state.messages.wire import FRAME_BYTES, NOTHING, AllGatherGroup, Cut, Header, Outgoing
 
 
 class Owner(Protocol):
@@ -169,15 +175,28 @@ def allocate(owner: Owner, metadata: TensorMetadata, src: int, slices: int = 1) 
         ) from error
 
 
-class Medium(Protocol):
-    """A way to carry messages, implemented in `media`: to one rank, or to all ranks if the call is a broadcast.
+# The next frame's receive may be posted before this message's body arrives.
+_FRAME, BODY = 1, 2
+SENT, _RECEIVED, BROADCAST = "send_message", "recv_message", "broadcast_message"
+_RECEIVED_LIST, _BROADCAST_LIST = "recv_list", "broadcast_list"
+
+
+def counted_name(reader: Reader, call: UserCall | None) -> str:
+    if reader.is_list:
+        return _RECEIVED_LIST if call is None else _BROADCAST_LIST
+    return _RECEIVED if call is None else BROADCAST
+
+
+class RouteMedium:
+    """Carries messages as transfers: frame, rest of the head (see the module `wire`), and each non-empty tensor.
 
     `past_python`: the compiled library's functions that send without Python, or None.
     """
 
-    takes_many: bool
-    """True if many small CPU tensors cost no more than one tensor of their total size."""
     past_python: PastPython | None = None
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
 
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
@@ -191,17 +210,77 @@ class Medium(Protocol):
         """
         return False
 
-    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]: ...
+    def isend(self, outgoing: Outgoing, dst: int) -> list[Handle]:
+        pieces = [(outgoing.frame, _FRAME), *((piece, BODY) for piece in _after_frame(outgoing))]
+        tag = self.route.context.tag
+        name = outgoing.counted or SENT
+        parts = [self.route.start("isend", piece, dst, tag(kind), part_of=name) for piece, kind in pieces]
+        self.route.count(name)
+        return parts
 
     def send(self, outgoing: Outgoing, dst: int) -> None:
         for part in self.isend(outgoing, dst):
             part.wait()
 
-    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None: ...
+    def broadcast(self, outgoing: Outgoing, call: UserCall) -> None:
+        route, src, method = self.route, self.route.context.rank, call.method
+        frame, name = outgoing.frame, outgoing.counted or BROADCAST
+        # Wait for the frame first: ranks in another call detect the mismatch by it.
+        route.run("broadcast_", frame, frame, src, part_of=name, method=method)
+        parts = [route.start("ibroadcast_", x, src, part_of=name, method=method) for x in _after_frame(outgoing)]
+        for part in parts:
+            part.wait()
+        route.count(name)
 
-    def start_receive(self, reader: Reader) -> None: ...
+    def start_receive(self, reader: Reader) -> None:
+        self._check_real(reader)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
+        reader.posted = frame, self._receive_part(frame, reader.src, None, counted_name(reader, None), _FRAME)
 
     def end_receive(self, reader: Reader) -> None:
         return
 
-    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]: ...
+    def receive(self, reader: Reader, call: UserCall | None = None) -> Sequence[Handle]:
+        route, src, name = self.route, reader.src, counted_name(reader, call)
+        self._check_real(reader)
+        if call is None and reader.posted is None:
+            self.start_receive(reader)
+        route.check_usable()
+        if call is None:
+            frame, posted = reader.posted
+            posted.wait()
+        else:
+            frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device=wire.CPU)
+            route.run("broadcast_", frame, frame, src, part_of=name, method=call.method)
+        route.count(name)
+        header = wire.parse_frame(frame, route.context, src)
+        rest = wire.rest_buffer(header)
+        if rest is not None:
+            self._receive_part(rest, src, call, name).wait()
+        received = _parts_of(reader.take_head(header, wire.body_of(header, frame, rest)))
+        parts = [self._receive_part(tensor, src, call, name) for tensor in received]
+        for part, tensor in zip(parts, received, strict=True):
+            if tensor.device.type == "cpu":  # the caller waits for others, on its own stream
+                part.wait()
+        return parts
+
+    def _receive_part(self, x: Tensor, src: int, call: UserCall | None, counted: str, kind: int = BODY) -> Handle:
+        if call is None:
+            return self.route.start("irecv_", x, src, self.route.context.tag(kind), part_of=counted)
+        return self.route.start("ibroadcast_", x, src, part_of=counted, method=call.method)
+
+    def _check_real(self, reader: Reader) -> None:
+        if self.route.context.fake:
+            raise UnsupportedError(
+                f"a message from rank {reader.src} can't be received: {self.route.context} uses torch's fake backend, "
+                f"in which only rank {self.route.context.rank} exists. Use a backend such as gloo, or simulate()"
+            )
+
+
+def _after_frame(outgoing: Outgoing) -> list[Tensor]:
+    rest = outgoing.rest
+    return [*([] if rest is None else [rest]), *_parts_of(outgoing.tensors)]
+
+
+def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.numel()]

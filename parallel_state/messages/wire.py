@@ -135,8 +135,8 @@ class Outgoing:
 
     @property
     def rest(self) -> Tensor | None:
-        head = self.whole_head
-        return None if len(head) <= FRAME_BYTES else _view_of(head, FRAME_BYTES)
+        rest = bytearray(self.whole_head[FRAME_BYTES:])
+        return torch.frombuffer(rest, dtype=torch.uint8) if rest else None
 
 
 def encode(
@@ -190,13 +190,6 @@ def of_packed(packed: Packed, cut: Cut) -> Outgoing:
     if packed.more.nbytes > _LONG_BYTES:
         return Outgoing(packed.start, tensors, more=packed.more)
     return Outgoing(b"".join((packed.start, *packed.more.views())), tensors)
-
-
-def _view_of(data: bytes, start: int) -> Tensor:
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
-    array: Any = (ctypes.c_uint8 * (len(data) - start)).from_address(address + start)
-    array.data = data
-    return torch.frombuffer(array, dtype=torch.uint8)
 
 
 def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
