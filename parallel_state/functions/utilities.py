@@ -155,35 +155,6 @@ def _raise_if_failed(world: GroupCoordinator, verdict: tuple[int, str] | None) -
         )
 
 
-class _PlainGroup:
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        ranks = tuple(dist.get_process_group_ranks(group))
-        self.context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), Timeout(0.0))
-
-    def exchange(self, x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
-        if self.context.size == 1:
-            return x
-        exchange = self._exchange
-        return differentiable(exchange, lambda grad, outs, ins: exchange(grad, ins, outs), x, outputs, inputs)
-
-    def _exchange(self, x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
-        out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
-        started = time.monotonic()
-        try:
-            dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=self._group)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"all_to_all on {self.context} failed: {plain(error)}. Look for a rank that exited, "
-                "didn't call all_to_all, or passed other split sizes",
-                group=self.context.name,
-                operation="all_to_all",
-                rank=self.context.rank,
-                elapsed_s=time.monotonic() - started,
-            ) from error
-        return out
-
-
 def all_to_all(
     x: Tensor,
     group: Any = None,
@@ -221,8 +192,31 @@ def _all_to_all_over(
     outputs: Sequence[int] | None,
     inputs: Sequence[int] | None,
 ) -> Tensor:
-    over = _PlainGroup(group)
-    return all_to_all_by(over.exchange, over.context, x, scatter_dim, gather_dim, outputs, inputs)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    context = GroupContext(str(group.group_name), ranks, group.rank(), torch.device("cpu"), Timeout(0.0))
+
+    def exchange(x: Tensor, outputs: Splits, inputs: Splits, out: Tensor | None = None) -> Tensor:
+        if context.size == 1:
+            return x
+        return differentiable(run, lambda grad, outs, ins: run(grad, ins, outs), x, outputs, inputs)
+
+    def run(x: Tensor, outputs: Splits, inputs: Splits) -> Tensor:
+        out = x.new_empty([sum(outputs) if outputs else len(x), *x.shape[1:]])
+        started = time.monotonic()
+        try:
+            dist.all_to_all_single(out, x.contiguous(), outputs, inputs, group=group)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"all_to_all on {context} failed: {plain(error)}. Look for a rank that exited, "
+                "didn't call all_to_all, or passed other split sizes",
+                group=context.name,
+                operation="all_to_all",
+                rank=context.rank,
+                elapsed_s=time.monotonic() - started,
+            ) from error
+        return out
+
+    return all_to_all_by(exchange, context, x, scatter_dim, gather_dim, outputs, inputs)
 
 
 @host_call(OUTSIDE)
