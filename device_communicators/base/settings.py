@@ -147,13 +147,6 @@ SHOWN_BACKEND: Setting[str] = Setting(
     "Name that torch.distributed.get_backend() returns for groups of the backend parallel_state. Use gloo for programs "
     "that compare the name with a list. Set it before the first such group is created.",
 )  # fmt: skip
-GROUP_CREATION: Setting[str] = Setting(
-    "PARALLEL_STATE_GROUP_CREATION", "auto", _one_of("auto", "local", "split", "global"),
-    "auto, local, split or global",
-    "Which ranks create a process group. local: its members. split: all ranks, by splitting a bound communicator. "
-    "global: all ranks, one group after the other. auto: the best way of the backend. The same on all ranks.",
-    equal=True,
-)  # fmt: skip
 SHARED_MEMORY: Setting[bool] = Setting(
     "PARALLEL_STATE_SHARED_MEMORY", True, _on_off, "on or off",
     "Whether collectives of CPU tensors within a host use shared memory.",

@@ -386,7 +386,6 @@ class _Division:
             "custom_all_reduce": str(self.custom_all_reduce),
             "eager": str(self.eager),
             "virtual pipeline size": str(self.virtual_pipeline and self.virtual_pipeline.size),
-            "creation strategy": settings.GROUP_CREATION.get(),
             "backend of CPU groups": settings.CPU_BACKEND.get(),
             "adopted groups": ", ".join(self.adopted) or "none",
             "options of the groups": "; ".join(f"{name}: {options}" for name, options in self.non_default_options()),
@@ -420,7 +419,7 @@ class _Division:
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
             groups.groups[name] = self._create(name, groups, ranks, everyone)
-        elif everyone:  # some creation strategies need all ranks
+        elif everyone:  # a split of the world needs all ranks
             root = self._domain(self.layout.groups(name)[0]).root
             own = self.options[name]
             for options in dict.fromkeys((own, own.for_cpu, own.for_callers)):  # the same order as in `create_group`
@@ -432,7 +431,7 @@ class _Division:
 
     def _is_lazy(self, name: str) -> bool:
         """Returns True if groups of kind `name` create their gloo group at its first use."""
-        if BY_NAME[name].always_made or settings.GROUP_CREATION.get() == "global":
+        if BY_NAME[name].always_made:
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 

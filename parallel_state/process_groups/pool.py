@@ -1,10 +1,7 @@
 """Creates torch process groups from rank lists. Equal groups are shared, and destroyed with their last user.
 
-The strategy says which ranks call torch to create a group:
-- `local`: only the group's members.
-- `split`: all ranks of a world that is bound to a device. One call splits the world's NCCL communicator into, say, all
-  tensor-parallel groups.
-- `global`: all ranks of the world, as some backends require. A rank calls `new_group` also for groups of other ranks.
+Only the group's members call torch to create a group. But in a world that is bound to a device, one call of all ranks
+splits the world's NCCL communicator into, say, all tensor-parallel groups.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from device_communicators.base.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     GroupDestroyedError,
-    SettingError,
-    UnsupportedError,
     format_ranks,
     plain,
 )
@@ -200,16 +195,13 @@ class ProcessGroupPool:
             with self._lock:
                 self._unshared[own] += 1
                 own = (*wanted, 1 + self._unshared[own], root)
-        known = division is None and (own in self._groups or len(ranks) == 1)
-        strategy = "local" if known else self._strategy(options, everyone=division is not None)
-        if strategy == "local" or division is None:
-            keys = [own]
-        else:
-            keys = [(tuple(each), options, len(each) < self.world_size, root) for each in division()]
+        keys, splits = [own], False
+        if division is not None and self.divides(options):
+            keys, splits = [(tuple(each), options, len(each) < self.world_size, root) for each in division()], True
         keys = [key for key in keys if len(key[0]) > 1]
         mine = next((key for key in keys if self.rank in key[0]), None)
         # `new_group_of_members` temporarily unbinds a bound device: threads then take turns.
-        alone = strategy == "local" and torch_internals.bound_device() is None
+        alone = not splits and torch_internals.bound_device() is None
         with self._lock:
             creating = self._creation_locks.setdefault(own if alone else None, threading.Lock())
         with creating:
@@ -217,7 +209,11 @@ class ProcessGroupPool:
                 missing = [key for key in keys if key not in self._groups]
                 if not missing:
                     return self._acquired(keys, mine)
-            self._make(strategy, missing)
+            if splits:
+                self._split_world(missing)
+            else:
+                self._groups[own] = self._new_group_of_members(own)
+            self._created.update(key for key in missing if self.rank in key[0])
             with self._lock:
                 return self._acquired(keys, mine)
 
@@ -233,50 +229,17 @@ class ProcessGroupPool:
 
     def divides(self, options: GroupOptions) -> bool:
         """True if groups with `options` are created by splitting the world's communicator."""
-        return self._strategy(options, everyone=True) == "split"
+        return options.is_nccl and torch_internals.bound_device() is not None
 
-    def _strategy(self, options: GroupOptions, *, everyone: bool) -> str:
-        chosen = settings.GROUP_CREATION.get()
-        splits = options.is_nccl and torch_internals.bound_device() is not None
-        if chosen == "split" and not splits and options.is_nccl:
-            raise SettingError(
-                f"{settings.GROUP_CREATION.name}=split needs a default group that is bound to its device "
-                "(init_process_group(device_id=…)), but the default group isn't; unset the variable"
-            )
-        if "mpi" in str(options.backend) or chosen == "global":
-            if not everyone:
-                raise UnsupportedError(
-                    f"a group of backend {options.backend!r} must be created by all ranks of the world together, but "
-                    "only its members make this call; create all groups at start (eager=True)"
-                )
-            return "global"
-        if splits and everyone and chosen in ("auto", "split"):
-            return "split"
-        return "local"
-
-    def _make(self, strategy: str, keys: Sequence[_Key]) -> None:
-        if strategy == "split" and keys:
-            torch_internals.name_ranks(dist.group.WORLD)
-            made = dist.split_group(
-                parent_pg=dist.group.WORLD,
-                split_ranks=[list(key[0]) for key in keys],
-                timeout=timedelta(seconds=keys[0][1].timeout_s),
-                pg_options=keys[0][1].for_backend(),
-            )
-            self._groups.update((key, made if self.rank in key[0] else None) for key in keys)
-        for key in keys:
-            ranks, options, *_ = key
-            if strategy == "global":
-                connecting = options.connecting(settings.START_TIMEOUT_S.get())
-                limit = timedelta(seconds=connecting.timeout_s)
-                made = dist.new_group(list(ranks), limit, options.backend, connecting.for_backend())
-                if self.rank in ranks and connecting != options:
-                    torch_internals.set_timeout(made, options.timeout_s)
-                self._groups[key] = made if self.rank in ranks else None
-            elif strategy == "local":
-                self._groups[key] = self._new_group_of_members(key)
-            if self.rank in ranks:
-                self._created[key] += 1
+    def _split_world(self, keys: Sequence[_Key]) -> None:
+        torch_internals.name_ranks(dist.group.WORLD)
+        made = dist.split_group(
+            parent_pg=dist.group.WORLD,
+            split_ranks=[list(key[0]) for key in keys],
+            timeout=timedelta(seconds=keys[0][1].timeout_s),
+            pg_options=keys[0][1].for_backend(),
+        )
+        self._groups.update((key, made if self.rank in key[0] else None) for key in keys)
 
     def _new_group_of_members(self, key: _Key) -> Any:
         """Creates the group. Each attempt uses a new name, because the store keeps a failed attempt's addresses."""

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -174,30 +173,6 @@ def test_a_tensor_between_two_does_not_make_the_gloo_group_of_more(pools: Pools)
     for rank, facts in enumerate(pools(8).run(_tensors_of_two, timeout_s=DEADLINE_S)):
         assert facts["told"] == ("GroupNotInitializedError",) * 2
         assert facts["got"] == ([5.0, 5.0] if rank in (2, 3) else None)
-
-
-def _eagerly_by_all(cpu_backend: str) -> dict[str, Any]:
-    with environment(PARALLEL_STATE_GROUP_CREATION="global", PARALLEL_STATE_CPU_BACKEND=cpu_backend), world():
-        ps.initialize_model_parallel(2, 4, eager=True)
-        groups = ps.get_parallel_groups()
-        facts = {name: whose(group) for name, group in groups.groups.items()}
-        embedding = ps.try_get_embedding_group()
-        ps.destroy_model_parallel()
-        ps.initialize_model_parallel(2, 4)
-        return {"ranks": facts, "embedding": embedding is not None, "late": attempt(ps.get_embedding_group)}
-
-
-@pytest.mark.parametrize("cpu_backend", ["gloo", "parallel_state"])
-def test_all_kinds_made_by_all_ranks(pools: Pools, cpu_backend: str) -> None:
-    """Backends like MPI need all ranks in each creation, including ranks outside the group."""
-    layout = ps.resolve_layout(8, {"tp": 2, "pp": 4}, ranks_per_node=8)
-    for rank, facts in enumerate(pools(8).run(_eagerly_by_all, cpu_backend, timeout_s=DEADLINE_S)):
-        expected = {name: layout.group_of(rank, name) for name in layout.names}
-        assert facts["ranks"] == {name: ranks for name, ranks in expected.items() if ranks}
-        assert facts["embedding"] == (rank in (0, 1, 6, 7))
-        if facts["embedding"]:
-            assert facts["late"].kind == "UnsupportedError"
-            assert "eager=True" in facts["late"].text
 
 
 def _over_lazy_gloo() -> dict[str, list[int]]:

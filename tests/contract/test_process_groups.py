@@ -406,52 +406,6 @@ def test_two_models_on_parts_of_one_world(pools: Pools) -> None:
         }
 
 
-def _made_by_all() -> dict[str, Any]:
-    rank = int(os.environ["RANK"])
-    with world() as everyone:
-        with environment(PARALLEL_STATE_GROUP_CREATION="global"):
-            calls: list[list[int]] = []
-            new_group = dist.new_group
-            dist.new_group = lambda ranks, *rest: calls.append(ranks) or new_group(ranks, *rest)
-            try:
-                ps.initialize_model_parallel(2, 2)
-                facts: dict[str, Any] = {"calls": list(calls)}
-                facts["ranks"] = [whose(group) for group in (ps.get_tp_group(), ps.get_pp_group())]
-                twin = ps.create_parallel_groups(everyone, {"tp": 2, "pp": 2})
-                facts["twin's calls"] = len(calls) - len(facts["calls"])
-                ps.destroy_model_parallel()
-                facts["twin"] = whose(twin.tp)
-                facts["sub-group"] = attempt(twin.tp.make_sub_group, [0, 1])
-                facts["late"] = attempt(twin.get, "model")
-                twin.close()
-                ps.initialize_model_parallel(2, 2)
-                facts["again"] = whose(ps.get_tp_group())
-                ps.destroy_model_parallel()
-            finally:
-                dist.new_group = new_group
-        with environment(PARALLEL_STATE_GROUP_CREATION="global" if rank == 1 else None):
-            facts["differs"] = attempt(ps.initialize_model_parallel, 2)
-        with environment(PARALLEL_STATE_GROUP_CREATION="anyhow"):
-            facts["wrong"] = attempt(ps.initialize_model_parallel, 2)
-        facts["left"] = len(dist.distributed_c10d._world.pg_map)
-    return facts
-
-
-def test_groups_made_by_all_ranks(pools: Pools) -> None:
-    for rank, facts in enumerate(pools(4).run(_made_by_all, timeout_s=DEADLINE_S)):
-        assert facts["calls"] == [[0, 1], [2, 3], [0, 2], [1, 3]]
-        pair, stage = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        assert facts["ranks"] == [pair, stage]
-        assert facts["twin's calls"] == 0
-        assert facts["twin"] == facts["again"] == pair
-        assert facts["sub-group"].kind == "UnsupportedError", facts
-        assert facts["late"].kind == "ok", "a group of all ranks must be the world's"
-        assert facts["differs"].kind == "ConfigMismatchError"
-        assert "creation strategy is auto on rank 0 and global on rank 1" in facts["differs"].text
-        assert facts["wrong"].kind == "SettingError"
-        assert facts["left"] == 1
-
-
 def _kept() -> dict[str, Any]:
     gc.collect()
     before = len(os.listdir("/proc/self/task"))

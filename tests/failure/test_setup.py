@@ -48,7 +48,6 @@ OF_ONE_RANK = {
     "PARALLEL_STATE_HEARTBEAT_LIMIT_S": "9",
     "PARALLEL_STATE_BACKEND": "parallel_state",
     "PARALLEL_STATE_CPU_BACKEND": "parallel_state",
-    "PARALLEL_STATE_GROUP_CREATION": "local",
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import parallel_state as ps
-from tests.contract.attempts import environment
 from tests.gpu.ranks import CARRIERS, DRY, GpuRanks, device, nccl_of, needs_a_gpu, on_gpu, synchronize, world
 
 Gpus = Callable[[int], GpuRanks]
@@ -27,11 +26,8 @@ def _sums() -> None:
     synchronize()
 
 
-def _bound_body(creation: str, nccl: str, tp: int, pp: int) -> dict[str, Any]:
-    with (
-        environment(PARALLEL_STATE_GROUP_CREATION=creation),
-        world(tp, pp, nccl=nccl, bind_device=on_gpu(), warm_up=True),
-    ):
+def _bound_body(nccl: str, tp: int, pp: int) -> dict[str, Any]:
+    with world(tp, pp, nccl=nccl, bind_device=on_gpu(), warm_up=True):
         _sums()
         everyone, group = ps.get_world_group(), ps.get_tp_group() if tp > 1 else ps.get_pp_group()
         found = {
@@ -48,11 +44,8 @@ def _bound_body(creation: str, nccl: str, tp: int, pp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("nccl", ["on", "off"])
-@pytest.mark.parametrize("creation", ["split", "local", "global"])
-def test_a_bound_device_and_each_way_to_make_groups(
-    gpus: Gpus, record_property: Callable[[str, object], None], creation: str, nccl: str
-) -> None:
-    for found in gpus(4).run(_bound_body, creation, nccl, 2, 2, timeout_s=180):
+def test_a_bound_device(gpus: Gpus, record_property: Callable[[str, object], None], nccl: str) -> None:
+    for found in gpus(4).run(_bound_body, nccl, 2, 2, timeout_s=180):
         assert ("nccl" in found["route"]) == (nccl == "on")
         assert found["bound"].startswith("cuda") == found["on a GPU"]
         record_property("found", found)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from device_communicators.base import torch_internals
-from device_communicators.base.errors import SettingError, UnsupportedError
 from parallel_state import GroupOptions
 from parallel_state.process_groups import pool as groups
 from parallel_state.process_groups.pool import ProcessGroupPool
@@ -31,10 +30,6 @@ class Calls(list[Any]):
         self.append(("members", list(ranks)))
         return object()
 
-    def globally(self, ranks: list[int], *options: Any) -> object:
-        self.append(("global", ranks))
-        return object()
-
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
@@ -43,7 +38,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
     made = Calls()
     monkeypatch.setattr(dist, "split_group", made.split)
-    monkeypatch.setattr(dist, "new_group", made.globally)
     monkeypatch.setattr(torch_internals, "new_group_of_members", made.of_members)
     monkeypatch.setattr(torch_internals, "name_ranks", lambda group: setattr(made, "named", group))
     monkeypatch.setattr(torch_internals, "set_timeout", lambda group, timeout_s: None)
@@ -103,35 +97,6 @@ def test_the_world_and_one_rank_need_no_group(pool: ProcessGroupPool, calls: Cal
     assert calls == []
     pool.release(everyone)
     assert dist.is_initialized()
-
-
-def test_mpi_needs_all_ranks_for_each_list(pool: ProcessGroupPool, calls: Calls) -> None:
-    options = GroupOptions("mpi", 5.0)
-    pool.acquire([2, 3], options, division=lambda: PAIRS)
-    assert calls == [("global", pair) for pair in PAIRS]
-    assert pool.groups_made == 1
-    with pytest.raises(UnsupportedError, match="created by all ranks of the world together"):
-        pool.acquire([2, 3], options)
-
-
-def test_a_split_without_a_bound_device_is_refused(
-    pool: ProcessGroupPool, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PARALLEL_STATE_GROUP_CREATION", "split")
-    with pytest.raises(SettingError, match="device_id"):
-        pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
-    pool.acquire([2, 3], GroupOptions("gloo", 5.0), division=lambda: PAIRS)
-    assert calls == [("members", [2, 3])], "gloo has nothing to split"
-
-
-@pytest.mark.usefixtures("bound")
-@pytest.mark.parametrize(("setting", "call"), [("local", "members"), ("split", "split"), ("global", "global")])
-def test_the_setting_chooses(
-    pool: ProcessGroupPool, calls: Calls, monkeypatch: pytest.MonkeyPatch, setting: str, call: str
-) -> None:
-    monkeypatch.setenv("PARALLEL_STATE_GROUP_CREATION", setting)
-    pool.acquire([2, 3], NCCL, division=lambda: PAIRS)
-    assert calls[0][0] == call
 
 
 class _Made:
