@@ -29,8 +29,8 @@ from harness.rounds import Row, measure_all
 from harness.teams import Team, started
 
 from parallel_state.startup import environment
-from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import bandwidths, nccl_bytes, p50, size_name, write_json
+from parallel_state.tools.bench.rounds import GLOO, OPERATIONS, OWN, PING_PONG
 
 TORCH, MPI = "harness.collectives", "harness.mpi"
 SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 24, 26))

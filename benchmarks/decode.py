@@ -29,7 +29,7 @@ from harness.timing import timed
 
 import parallel_state as ps
 from parallel_state.tools.bench.report import p50, write_json
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import Timing
 
 OURS, SPINNING, GLOO, VLLM = "parallel_state", "parallel_state, spinning", "parallel_state over gloo", "vLLM"
 TORCH, MATMULS = "gloo", "(matmuls alone)"

@@ -27,9 +27,8 @@ from harness.teams import Team, started
 from harness.timing import timed
 from torch import Tensor
 
-from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import size_name, write_json
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import OWN, Timing
 
 __all__ = ["load", "make"]
 

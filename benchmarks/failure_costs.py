@@ -33,7 +33,7 @@ from torch import Tensor
 
 from device_communicators.cpu import native_build
 from parallel_state.tools.bench.report import p50, size_name, write_json
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import Timing
 
 LOOPS = "C++"
 """Calls without Python or torch; the loops are in `failure_loop.cpp`."""

@@ -38,8 +38,8 @@ from torch import Tensor
 
 import parallel_state as ps
 from parallel_state.tools.bench.collectives import ours_by_method, ping_pong, torch_by_call
-from parallel_state.tools.bench.names import OPERATIONS as COLLECTIVES
 from parallel_state.tools.bench.report import circumstances
+from parallel_state.tools.bench.rounds import OPERATIONS as COLLECTIVES
 from tests.clusters.cluster import Cluster
 from tests.hosts import Host, HostRanks, Hosts, cores_of_each, problem
 

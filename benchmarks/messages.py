@@ -23,8 +23,8 @@ from harness.peers import SIZES_OF_VLLM
 from harness.rounds import Row, measure_all
 from harness.teams import Team, started
 
-from parallel_state.tools.bench.names import GLOO, OWN
 from parallel_state.tools.bench.report import write_json
+from parallel_state.tools.bench.rounds import GLOO, OWN
 
 PEERS = (GLOO, VLLM, ZMQ, COPY)
 PAIRS = (

@@ -41,7 +41,7 @@ from device_communicators.peer.kernels import (
 )
 from device_communicators.peer.thresholds import ALGORITHMS
 from parallel_state.tools.bench.devices import Clock, captured
-from parallel_state.tools.bench.worker import TeamError, Timing
+from parallel_state.tools.bench.rounds import TeamError, Timing
 
 EPOCH = 8
 """Earlier epochs differ: in the first ones a block clears the next slot."""

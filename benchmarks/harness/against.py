@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from device_communicators.base.errors import InvalidArgumentError
 from harness.rounds import NOTICED, Plan, Row, measure_all
 from harness.teams import Team, started
-from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import ROOT, figure, p50, size_name
+from parallel_state.tools.bench.rounds import OWN
 
 PACKAGES = ("parallel_state", "device_communicators")
 BENCH = Path("parallel_state/tools/bench")

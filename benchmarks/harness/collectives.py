@@ -27,7 +27,7 @@ from parallel_state.tools.bench.collectives import (
     ping_pong,
     torch_by_call,
 )
-from parallel_state.tools.bench.names import GLOO, OWN, PING_PONG
+from parallel_state.tools.bench.rounds import GLOO, OWN, PING_PONG
 
 COPIES = "(copies alone)"
 VLLM = "vLLM"

@@ -41,9 +41,9 @@ from harness.through_torch import BACKENDS, CALLS, ENVIRONMENTS, STEPS, load
 from parallel_state.startup import environment
 from parallel_state.tools.bench import ranks as in_ranks
 from parallel_state.tools.bench.command import QUICK_SIZES, SIZES, add_cases, complete
-from parallel_state.tools.bench.names import GLOO, OPERATIONS, OWN
 from parallel_state.tools.bench.progress import Progress
 from parallel_state.tools.bench.report import circumstances, recorded
+from parallel_state.tools.bench.rounds import GLOO, OPERATIONS, OWN
 
 PROGRAM = "python benchmarks/report.py"
 PARTS = ("collectives", "messages", "torch", "start-up")

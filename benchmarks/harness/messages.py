@@ -17,8 +17,7 @@ import torch.distributed as dist
 import parallel_state as ps
 from harness import peers
 from harness.collectives import VLLM, load, start_ours, start_torch
-from parallel_state.tools.bench.names import GLOO, OWN
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import GLOO, OWN, Timing
 
 __all__ = ["load", "make"]
 

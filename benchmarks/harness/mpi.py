@@ -13,7 +13,7 @@ from torch import Tensor
 
 from harness import peers
 from parallel_state.tools.bench.collectives import Exchange, TensorTeam, beside, ping_pong
-from parallel_state.tools.bench.names import PING_PONG
+from parallel_state.tools.bench.rounds import PING_PONG
 
 TYPES = {torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int32: "INT32_T", torch.int64: "INT64_T"}
 

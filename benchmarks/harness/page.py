@@ -17,8 +17,8 @@ from harness.picture import Panel, draw, draw_each
 from harness.ranks import TORCH
 from harness.rounds import Row
 from harness.through_torch import LAYERS, OP, OP_AND_LAYERS
-from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.report import bandwidths, dumps, figure, nccl_bytes, p50, p99, size_name
+from parallel_state.tools.bench.rounds import OWN
 
 SCHEMA = "parallel_state bench 1"
 FILES = ("index.html", "report.svg", "table.txt", "report.json")

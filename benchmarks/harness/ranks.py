@@ -28,14 +28,14 @@ from harness.rounds import Plan, RankRow
 from harness.timing import host_seconds, release
 from parallel_state.collectives.capture_stream import GraphCaptureContext, prepared, side_stream
 from parallel_state.startup import environment
-from parallel_state.tools.bench import collectives, names
+from parallel_state.tools.bench import collectives, rounds
 from parallel_state.tools.bench.collectives import Call, Prepared
 from parallel_state.tools.bench.devices import Captured, captured
 from parallel_state.tools.bench.ranks import GroupTeam, one_group
 from parallel_state.tools.bench.report import bandwidths, p50, p99, recorded, write_json
 from parallel_state.tools.bench.rounds import measure
 
-OPERATIONS = names.OPERATIONS[:-1]
+OPERATIONS = rounds.OPERATIONS[:-1]
 TORCH = "torch.distributed"
 ROUTE = "parallel_state"
 MODES = ("eager", "compiled", "graph")

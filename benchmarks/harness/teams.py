@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 from device_communicators.base.interrupts import signals_wait
 from parallel_state.tools.bench.report import ROOT
-from parallel_state.tools.bench.worker import TeamError, last_line
+from parallel_state.tools.bench.rounds import TeamError, last_line
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
 START_S = 120.0

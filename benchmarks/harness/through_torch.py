@@ -24,8 +24,7 @@ from harness.collectives import count_of, ours_by_op
 from harness.ranks import compilable_of_torch
 from harness.timing import timed
 from parallel_state.tools.bench.collectives import answer, given, torch_by_call
-from parallel_state.tools.bench.names import GLOO, OWN
-from parallel_state.tools.bench.worker import Timing, WrongAnswer
+from parallel_state.tools.bench.rounds import GLOO, OWN, Timing, WrongAnswer
 
 LAYERS = "torch's layers alone"
 OP = "op in place"

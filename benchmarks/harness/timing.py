@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from parallel_state.tools.bench.devices import Clock
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import Timing
 
 
 def timed(call: Callable[[], object], calls: int) -> Timing:

@@ -1,6 +1,6 @@
 """One process of a team, which `teams` starts: python worker.py SOCKET MODULE TEAM ROOT. MODULE (a name or file) has
 `make(name, settings)`, which returns the team's object, and optionally `load(name, settings)` for imports, which the
-start-up time excludes. The object has `rank`, `size`, the methods in `parallel_state.tools.bench.worker`, and
+start-up time excludes. The object has `rank`, `size`, the methods in `parallel_state.tools.bench.rounds`, and
 optionally `close`, which each rank calls.
 """
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.timing import timed
 
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import Timing
 
 
 def make(name: str, settings: dict[str, Any]) -> EmptyTeam:

@@ -24,10 +24,8 @@ from harness.teams import python_path
 from harness.through_torch import CARRIED, LAYERS, OP, OP_AND_LAYERS
 
 from parallel_state.tools.bench import command, progress, report
-from parallel_state.tools.bench.names import OWN
 from parallel_state.tools.bench.progress import Progress
-from parallel_state.tools.bench.rounds import measure, samples_us
-from parallel_state.tools.bench.worker import TeamError, Timing, WrongAnswer
+from parallel_state.tools.bench.rounds import OWN, TeamError, Timing, WrongAnswer, measure, samples_us
 
 PLAN = Plan(rounds=5, round_s=0.001)
 

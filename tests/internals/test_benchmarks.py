@@ -12,8 +12,7 @@ from harness.messages import SPEC_VIEWS, VIEWS, WITH_SPEC
 from harness.rounds import Plan
 from harness.teams import Team, started
 
-from parallel_state.tools.bench.names import OWN
-from parallel_state.tools.bench.rounds import measure
+from parallel_state.tools.bench.rounds import OWN, measure
 from tests.programs import Program, script
 
 pytestmark = pytest.mark.slow

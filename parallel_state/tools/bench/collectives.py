@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import parallel_state as ps
-from parallel_state.tools.bench.names import OBJECT, PING_PONG
-from parallel_state.tools.bench.worker import Timing, WrongAnswer
+from parallel_state.tools.bench.rounds import OBJECT, PING_PONG, Timing, WrongAnswer
 
 Call = Callable[[Tensor], Tensor]
 ROWS = 4
@@ -32,7 +31,7 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """One library's implementations of collectives, with the methods that `bench/worker.py` describes.
+    """One library's implementations of collectives, with the methods that `bench/rounds.py` describes.
 
     `only`: names of the implementations to measure; None means all.
     """

@@ -24,9 +24,8 @@ from device_communicators.base.errors import SettingError
 from device_communicators.base.interrupts import signals_wait
 from parallel_state.startup import environment
 from parallel_state.tools.arguments import command_parser, positive, require_writable
-from parallel_state.tools.bench.names import OBJECT, OPERATIONS, OWN, PING_PONG
 from parallel_state.tools.bench.report import bandwidths, figure, nccl_bytes, p50, p99, recorded, size_name, write_json
-from parallel_state.tools.bench.rounds import Plan, Row
+from parallel_state.tools.bench.rounds import OBJECT, OPERATIONS, OWN, PING_PONG, Plan, Row
 
 ALL = (*OPERATIONS, PING_PONG, OBJECT)
 QUICK = ("all_reduce", "all_gather", PING_PONG, OBJECT)

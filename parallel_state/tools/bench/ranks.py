@@ -16,10 +16,8 @@ import parallel_state as ps
 from device_communicators.base import settings
 from parallel_state.tools.bench.collectives import ROWS, Call, Exchange, TensorTeam, ours_by_method, torch_by_call
 from parallel_state.tools.bench.devices import Clock, describe, share_gpus
-from parallel_state.tools.bench.names import OBJECT, OWN
 from parallel_state.tools.bench.progress import Progress
-from parallel_state.tools.bench.rounds import Plan, Row, measure
-from parallel_state.tools.bench.worker import Timing
+from parallel_state.tools.bench.rounds import OBJECT, OWN, Plan, Row, Timing, measure
 
 IN_PLACE = f"{OWN} in place"
 

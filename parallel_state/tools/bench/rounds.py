@@ -1,6 +1,12 @@
 """Checks each candidate (implementation), times all candidates in turns, and checks each candidate again.
 
-A sample is the slowest rank's time per call.
+A sample is the slowest rank's time per call. A case is an operation and a size. A team is the processes that measure
+one library; a candidate is one of the library's ways to run a case. Each method is called on all ranks of the team at
+the same time:
+
+prepare(values) -> list[str]     returns the candidates for a case (`values`), the same on every rank
+check(name) -> str | None        makes one call of the candidate; returns the result's problem, or None
+run(name, calls) -> Timing       makes some untimed calls, then `calls` timed calls
 """
 
 from __future__ import annotations
@@ -10,7 +16,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parallel_state.tools.bench.worker import TeamError, Timing, last_line
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+PING_PONG = "ping_pong"
+"""Rank 0 sends a tensor to rank 1, and rank 1 sends the tensor back."""
+OBJECT = "object"
+"""Like PING_PONG, but the ranks send a dict that contains the tensor."""
+OWN, GLOO = "parallel_state", "gloo"
+
+
+class TeamError(RuntimeError):
+    """A team (the processes that measure one library) failed, or didn't answer in time."""
+
+
+def last_line(text: str) -> str:
+    lines = (line.strip() for line in reversed(text.splitlines()))
+    return next((line for line in lines if any(map(str.isalpha, line))), "no reason was given")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The times of one rank's calls."""
+
+    elapsed_s: float = 0.0
+    """Duration of all calls together, for collectives. Messages have the next fields instead."""
+    starts_ns: list[int] = field(default_factory=list)
+    """On the sender: when each send began, in ns of the host's clock."""
+    ends_ns: list[int] = field(default_factory=list)
+    """On a receiver: when each message was received."""
+
+
+class WrongAnswer(str):
+    """Describes a wrong result with `elements` wrong elements."""
+
+    elements = 0
+
+    @classmethod
+    def of(cls, elements: int, text: str) -> WrongAnswer:
+        problem = cls(text)
+        problem.elements = elements
+        return problem
 
 
 @dataclass(frozen=True)
@@ -37,7 +81,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures all candidates of `teams` (see worker.py) for `case`, an operation and size. Removes failed teams."""
+    """Measures all candidates of `teams` for `case`, an operation and size. Removes failed teams."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]

@@ -19,7 +19,7 @@ from device_communicators.routing.communicator import Request
 from parallel_state.layout.resolution import made_at_start
 from parallel_state.tools.bench.collectives import answer, given, ours_by_method
 from parallel_state.tools.bench.devices import Clock
-from parallel_state.tools.bench.names import OPERATIONS
+from parallel_state.tools.bench.rounds import OPERATIONS
 from parallel_state.tools.check.facts import GroupTraffic, Traffic
 from parallel_state.tools.check.system import run_cpu
 
