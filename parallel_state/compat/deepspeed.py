@@ -10,20 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from parallel_state.compat.tables import absent, named
-from parallel_state.state import (
-    get_group,
-    get_group_rank,
-    get_group_ranks,
-    initialize_model_parallel,
-    model_parallel_is_initialized,
-)
+from parallel_state.functions.getters import FACTS
+from parallel_state.state import get_group, initialize_model_parallel, model_parallel_is_initialized
 
 _FACTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "group": (lambda name: get_group(name).device_group, "Returns the torch ProcessGroup of this rank's"),
-    "rank": (get_group_rank, "Returns this rank's position in its"),
-    "world_size": (lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
-    "group_ranks": (get_group_ranks, "Returns the global ranks of this rank's"),
-    "src_rank": (lambda name: get_group_ranks(name)[0], "Returns the first global rank of this rank's"),
+    **{fact.replace("global_", "group_"): row[1:] for fact, row in FACTS.items()},
 }
 _USUAL = ("group", "rank", "world_size")
 _ASKED: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -19,7 +19,7 @@ from parallel_state.layout.axes import AXES, Axis
 from parallel_state.state import get_group, get_group_rank, get_group_ranks, try_get_group
 
 _IN_STATE = {f"{prefix}get_{axis}_group" for prefix in ("", "try_") for axis in ("tp", "pp", "dp")}
-_FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "world_size": ("int", lambda name: len(get_group_ranks(name)), "Returns the number of ranks in this rank's"),
     "rank": ("int", get_group_rank, "Returns this rank's position in its"),
     "src_rank": (
@@ -30,7 +30,7 @@ _FACTS: dict[str, tuple[str, Callable[[str], Any], str]] = {
     "global_ranks": ("list[int]", get_group_ranks, "Returns a new list of the global ranks of this rank's"),
 }
 """Last part of a getter's name -> (return type, function, beginning of the docstring)."""
-_LONG = {
+LONG_NAMES = {
     "tp": ("group", "world_size", "rank", "src_rank"),
     "pp": ("group", "world_size", "rank"),
     "cp": ("group", "world_size", "rank", "global_ranks"),
@@ -43,12 +43,13 @@ _LONG = {
     "intra_dist_opt": ("group",),
     "inter_dist_opt": ("group",),
 }
+"""Axis -> last parts of the getters that Megatron-core, vLLM or SGLang has with the axis's long name."""
 
 
 def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     group_name, kind = axis.name, f"{axis.long_name.replace('_', '-')} group"
     first = "" if axis.always_made else " The first call may create the group: every rank of it must make that call."
-    for stem, facts in ((axis.name, ("group", *_FACTS)), (axis.long_name, _LONG.get(axis.name, ()))):
+    for stem, facts in ((axis.name, ("group", *FACTS)), (axis.long_name, LONG_NAMES.get(axis.name, ()))):
         for fact in facts:
             if fact == "group":
 
@@ -61,7 +62,7 @@ def _getters_of(axis: Axis) -> Iterator[tuple[str, str, Callable[..., Any]]]:
                 )
                 yield f"get_{stem}_group", "(check_initialized: Literal[True] = True) -> GroupCoordinator", getter
             else:
-                returned, of, text = _FACTS[fact]
+                returned, of, text = FACTS[fact]
                 fact_getter = _bound(of, group_name)
                 fact_getter.__doc__ = f"{text} {kind}. Involves no other rank."
                 yield f"get_{stem}_{fact}", f"() -> {returned}", fact_getter
@@ -93,7 +94,7 @@ def raise_missing(name: str) -> NoReturn:
     During `from parallel_state import …` it is an ImportError, because Python then drops an AttributeError's text.
     """
     for axis in AXES:
-        old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *_FACTS)} | {f"try_get_{axis.long_name}_group"}
+        old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *FACTS)} | {f"try_get_{axis.long_name}_group"}
         if name in old:
             new = name.replace(axis.long_name, axis.name)
             text = f"parallel_state has no {name}, as neither Megatron-core, vLLM nor SGLang has it. Use {new}"

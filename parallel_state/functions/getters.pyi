@@ -1,5 +1,6 @@
 # Written by `make stubs` from the axis table.
-from typing import Literal, NoReturn, overload
+from collections.abc import Callable
+from typing import Any, Literal, NoReturn, overload
 
 from parallel_state.groups.coordinator import GroupCoordinator
 
@@ -208,6 +209,9 @@ __all__ = [
     "try_get_tp_ep_group",
     "try_get_tp_ep_pp_group",
 ]
+
+FACTS: dict[str, tuple[str, Callable[[str], Any], str]]
+LONG_NAMES: dict[str, tuple[str, ...]]
 
 def get_context_parallel_global_ranks() -> list[int]: ...
 @overload

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from parallel_state import state
 from parallel_state.compat.errors import NotInitializedError, as_megatrons
+from parallel_state.functions.getters import LONG_NAMES
+from parallel_state.layout.axes import BY_NAME
 
 CHOSEN: dict[str, Any] = {}
 HIERARCHICAL: list[Any] = []
@@ -21,22 +23,12 @@ BUFFERS: dict[str, Any] = {}
 OPTIONS: dict[str, Any] = {}
 """`gloo`: True if there are gloo groups. `dp_cp_ag`: a second group with the ranks of `dp_cp`."""
 GETTERS: dict[str, tuple[str, str]] = {
-    "tensor_model_parallel": ("tp", "group world_size rank src_rank"),
-    "pipeline_model_parallel": ("pp", "group world_size rank"),
-    "model_parallel": ("model", "group src_rank"),
+    **{BY_NAME[kind].long_name: (kind, " ".join(facts)) for kind, facts in LONG_NAMES.items()},
     "embedding": ("embedding", "group"),
     "position_embedding": ("position_embedding", "group"),
     "data_parallel": ("dp", "group_gloo world_size rank"),
     "tensor_and_data_parallel": ("tp_dp", "group"),
-    "context_parallel": ("cp", "group world_size rank global_ranks"),
-    "tensor_and_context_parallel": ("tp_cp", "group world_size rank"),
-    "expert_model_parallel": ("ep", "group world_size rank src_rank"),
-    "expert_tensor_parallel": ("etp", "group world_size rank"),
-    "expert_tensor_and_model_parallel": ("tp_ep", "group world_size rank"),
-    "expert_tensor_model_pipeline_parallel": ("tp_ep_pp", "group"),
     "expert_data_parallel": ("edp", "group group_gloo world_size rank"),
-    "intra_distributed_optimizer_instance": ("intra_dist_opt", "group"),
-    "inter_distributed_optimizer_instance": ("inter_dist_opt", "group"),
     "gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
     "expert_gtp_weight_remat": ("dp_replicate", "group world_size rank global_ranks"),
 }
