@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from device_communicators.base import settings
-from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
+from device_communicators.base.errors import MessageDecodeError, MessageEncodeError
 from parallel_state.messages.codec import types as codec_types
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import TensorMetadata, is_registered, register_type
@@ -84,17 +84,7 @@ class Message:
         self._value = None if tensors else _decode(body, (), allow_pickle)
 
     def build(self, tensors: Sequence[torch.Tensor] = ()) -> Any:
-        """Returns the object; call this once. Raises InvalidArgumentError if `tensors` don't match `self.tensors`."""
-        if len(tensors) != len(self.tensors):
-            raise InvalidArgumentError(
-                f"build() needs the message's {len(self.tensors)} tensors, but got {len(tensors)}"
-            )
-        for index, (tensor, wanted) in enumerate(zip(tensors, self.tensors, strict=True)):
-            if tensor.dtype != wanted.dtype or tensor.shape != wanted.shape:
-                raise InvalidArgumentError(
-                    f"build() needs a {wanted.dtype} tensor of shape {wanted.shape} as tensor {index}, but got a "
-                    f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}"
-                )
+        """Returns the object; call this once. `tensors`: those that `self.tensors` describes."""
         return _decode(self._body, tensors, self._allow_pickle) if self.tensors else self._value
 
 

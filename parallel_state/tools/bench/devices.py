@@ -91,11 +91,10 @@ class Captured:
         return self.outputs
 
 
-def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured:
+def captured(call: Callable[[], Any], stream: Any) -> Captured:
     """Captures `call` in a CUDA graph on `stream`, a stream of `graph_capture()` (None on the CPU).
 
-    `pool`: the graph's memory pool. The inputs must keep their addresses. Make one call on this stream before, because
-    first calls can't be captured.
+    The inputs must keep their addresses. Make one call on this stream before, because first calls can't be captured.
     """
     if stream is None:
         Captured.standing_in = True
@@ -106,7 +105,7 @@ def captured(call: Callable[[], Any], stream: Any, pool: Any = None) -> Captured
     graph = torch.cuda.CUDAGraph()
     failure: BaseException | None = None
     try:
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        with torch.cuda.graph(graph, stream=stream):
             try:
                 outputs = call()
             except BaseException as error:

@@ -56,10 +56,6 @@ def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group
     return find
 
 
-def some(test: Callable[[Facts], bool]) -> Predicate:
-    return groups(lambda facts: test(facts) or None)
-
-
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
     """Returns a predicate that groups the ranks by each key that `keys` returns, and applies `test` to each group."""
 
@@ -67,21 +63,6 @@ def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evide
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]
         for key, each in grouped(pairs, lambda pair: pair[0]).items():
             yield from _tested(evidence, [[facts for _, facts in each]], test, key=key)
-
-    return find
-
-
-def described_by(read: Callable[[Facts], str]) -> Predicate:
-    """Returns a predicate that matches the ranks for which `read` returns a non-empty text.
-
-    In the rule's text, the field `description` is the first rank's text, and `more` the number of other ranks.
-    """
-
-    def find(evidence: Evidence) -> Iterator[Match]:
-        group = [facts for facts in evidence.arrivals if read(facts)]
-        if group:
-            more = f" (likewise on {len(group) - 1} more)" if len(group) > 1 else ""
-            yield Match(group, description=read(group[0]), more=more)
 
     return find
 

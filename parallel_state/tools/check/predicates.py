@@ -36,7 +36,14 @@ _FAMILIES = {
 _SIZES = ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
-def contradiction(facts: Facts) -> str:
+def contradictions(evidence: Evidence) -> Iterator[Match]:
+    group = [facts for facts in evidence.arrivals if _contradiction(facts)]
+    if group:
+        more = f" (likewise on {len(group) - 1} more)" if len(group) > 1 else ""
+        yield Match(group, description=_contradiction(group[0]), more=more)
+
+
+def _contradiction(facts: Facts) -> str:
     env = facts.place.variables
     present = {name: (env[rank], env[size]) for name, (rank, size) in _FAMILIES.items() if rank in env and size in env}
     # torchrun below srun renumbers its processes; so do MPIs whose proxies srun starts.

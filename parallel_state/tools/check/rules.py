@@ -17,11 +17,9 @@ from parallel_state.tools.check.matches import (
     Match,
     Predicate,
     alike,
-    described_by,
     differing,
     groups,
     hosts,
-    some,
     text_of,
 )
 
@@ -48,7 +46,7 @@ RULES: dict[str, Rule] = {
         "Start all ranks with one launcher (torchrun, srun, mpirun), or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR "
         "and MASTER_PORT."),
     "launchers-contradict": Rule(ERROR, "variables of two launchers disagree about rank or world size",
-        described_by(find.contradiction),
+        find.contradictions,
         "rank {place.rank}: {description}{more}",
         "Each rank follows the first launcher that it detects: two processes may get the same rank, or ranks wait "
         "for a world of another size.",
@@ -370,7 +368,7 @@ RULES: dict[str, Rule] = {
         "A rank loses bandwidth if it moves to another node, or if its memory is on another node.",
         "Bind ranks to NUMA nodes: `PARALLEL_STATE_CORES=share`, `srun --cpu-bind=ldoms`, `mpirun --map-by numa`."),
     "gpu-few": Rule(ERROR, "a host has fewer visible GPUs than ranks",
-        some(lambda facts: bool(facts.gpus.visible) and not facts.gpus.own),
+        groups(lambda facts: (facts.gpus.visible and not facts.gpus.own) or None),
         "{host} has {gpus.visible:number} visible GPUs for {ranks_of_host} ranks",
         "A rank without a GPU fails at start-up.",
         "Start fewer ranks per host, or make more GPUs visible (CUDA_VISIBLE_DEVICES, --gpus-per-node)."),
