@@ -31,6 +31,8 @@ class Operation:
     call_text: str = ""
     peer: int = -1
     """The peer's rank in the group; -1 for a collective."""
+    key: int = 0
+    """See `UserCall.key`."""
 
     @property
     def call(self) -> str:

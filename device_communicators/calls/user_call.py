@@ -145,6 +145,10 @@ class UserCall(NamedTuple):
             | self.digest << 40
         )
 
+    @property
+    def key(self) -> int:
+        return key_of(self.words[0])
+
     def __str__(self) -> str:
         return _text(self)
 
@@ -159,6 +163,11 @@ def _text(call: UserCall) -> str:
 @functools.lru_cache(maxsize=1024)
 def _words(call: UserCall) -> tuple[int, int]:
     return call.word, call.packed_shape
+
+
+def key_of(word: int) -> int:
+    """Returns a number that is equal for matching calls; 0 for a method without a number."""
+    return word & ((1 << 64) - _VARIANTS) if word & 255 else 0
 
 
 BROADCAST_BY_SPEC = "broadcast_tensor_dict with a spec"

@@ -34,6 +34,7 @@ from device_communicators.calls.user_call import (
     begin_sending,
     current,
     in_words,
+    key_of,
     method_of,
     overlap_error,
 )
@@ -334,6 +335,8 @@ class NativeGroup:
                 continue
             name = _COUNTED[operation]
             record = Operation(sequence, name, "", (), started_us / 1e6, ended_us / 1e6 or None, peer=peer)
+            if peer < 0:
+                record.key = key_of(method)
             if name in _TO_ALL:
                 record.call_text = in_words(method, 0)
             elif name in _MESSAGES_TO_ONE:

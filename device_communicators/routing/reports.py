@@ -32,19 +32,38 @@ _MOST_REPORTS = 64
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call as ranks compare it."""
+
+    text: str = field(compare=False)
+    key: int | str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _call_of(operation: Operation) -> Call:
+    return Call(operation.call, operation.key or operation.call)
+
+
+@dataclass(frozen=True)
 class Report:
     """The call in which a group failed on one rank, sent to peers to find the cause."""
 
     sequence: int
-    call: str
+    call: Call
     timed_out: bool = field(default=False, compare=False)
     """True if the call timed out. A rank without a report can then be slow instead of dead."""
-    before: str = field(default="", compare=False)
-    """The group's previous call; empty if unknown."""
+    before: Call | None = field(default=None, compare=False)
+    """The group's previous call; None if unknown."""
+
+    @classmethod
+    def of(cls, operation: Operation, timed_out: bool = False, before: Operation | None = None) -> Report:
+        return cls(operation.sequence, _call_of(operation), timed_out, None if before is None else _call_of(before))
 
 
 def explained(
-    context: GroupContext, operation: Operation, failure: CommunicationError, before: str = ""
+    context: GroupContext, operation: Operation, failure: CommunicationError, before: Operation | None = None
 ) -> CommunicationError:
     """Returns an error that names missing ranks or ranks in different calls, or `failure` if none are found. `before`
     is the group's previous call.
@@ -52,7 +71,7 @@ def explained(
     status = _status_of(context)
     if status is None:
         return failure
-    own = Report(operation.sequence, operation.call, isinstance(failure, CollectiveTimeoutError), before)
+    own = Report.of(operation, isinstance(failure, CollectiveTimeoutError), before)
     asked = _peers_to_ask(context)
     found = status.exchange(group_key(context), asked, own)
     reports = {context.ranks.index(rank): report for rank, report in found.items()} | {context.rank: own}
@@ -63,7 +82,7 @@ def publish(context: GroupContext, operation: Operation) -> None:
     """Sends a report of this rank's call to its peers after a mismatch, without waiting for replies."""
     status = _status_of(context)
     if status is not None:
-        status.publish(group_key(context), _peers_to_ask(context), Report(operation.sequence, operation.call))
+        status.publish(group_key(context), _peers_to_ask(context), Report.of(operation))
 
 
 def _status_of(context: GroupContext) -> Any:
@@ -199,10 +218,12 @@ def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
     """
     first = min(report.sequence for report in reports.values())
     calls = {
-        rank: report.call if report.sequence == first else report.before * (report.sequence == first + 1)
+        rank: report.call if report.sequence == first else report.before
         for rank, report in reports.items()
+        if report.sequence <= first + 1
     }
-    return {rank: Report(first, call) for rank, call in calls.items()} if all(calls.values()) else reports
+    known = {rank: Report(first, call) for rank, call in calls.items() if call is not None}
+    return known if known.keys() == reports.keys() else reports
 
 
 def _mismatch(
@@ -211,7 +232,7 @@ def _mismatch(
     suspects = [context.ranks[rank] for rank in different]
     other = reports[different[0]]
     return context.mismatch(
-        failure.operation or own.call,
+        failure.operation or own.call.text,
         f"this rank is in {own.call} number {own.sequence}, global rank {suspects[0]} in {other.call} number "
         f"{other.sequence}",
         suspects,

@@ -352,7 +352,7 @@ class Route:
             collectives = self.context.collectives  # another thread may be running a native op
             if collectives is not None and collectives.is_busy and self._owner_thread != threading.get_ident():
                 raise overlap_error(call.method, str(self.context))
-        record = self.note(operation, tensor, call)
+        record = self.note(operation, tensor, call, started_s=self._began(started))
         if record.site and call is not None and part_of is None:
             check_alike(self.context, self.sequence, call, record.site)
         self.count(part_of or operation, 0 if part_of else 1, 0 if tensor is None else tensor.nbytes)
@@ -403,6 +403,7 @@ class Route:
             call_site() if self.in_debug_mode else "",
             transfer_method() if call is None else str(call),
             peer,
+            0 if call is None else call.key,
         )
         self._recorded.append(record)
         return record
@@ -542,8 +543,8 @@ class Route:
     def _explained(self, failure: CommunicationError, last: Operation | None) -> CommunicationError:
         if last is None or last.name in PAIRS or self.first_failure is not None or self.context.deaths():
             return failure
-        passed = {each.sequence: each.call for each in self.operations() if each.name not in PAIRS}
-        return explained(self.context, last, failure, passed.get(last.sequence - 1, ""))
+        passed = {each.sequence: each for each in self.operations() if each.name not in PAIRS}
+        return explained(self.context, last, failure, passed.get(last.sequence - 1))
 
     def _poison(self, failure: CommunicationError) -> None:
         if self.first_failure is None and not self.closed:

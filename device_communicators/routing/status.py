@@ -23,7 +23,7 @@ from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
 from device_communicators.liveness.health import Watcher
 from device_communicators.routing.communicator import GroupContext
-from device_communicators.routing.reports import Report
+from device_communicators.routing.reports import Call, Report
 from device_communicators.routing.states import MOST_ASKED, SILENT, State, describe_states
 from device_communicators.routing.waits import (
     STARTED,
@@ -249,7 +249,10 @@ class Status:
     def _take_report(self, rank: int, packed: bytes | None) -> str:
         try:
             key, *fields = json.loads(packed or b'[""]')
-            report = Report(*fields) if fields else None
+            report = None
+            if fields:
+                sequence, call, timed_out, before = fields
+                report = Report(sequence, Call(*call), timed_out, before and Call(*before))
         except (TypeError, ValueError):  # another version's, or truncated
             return ""
         if report is None:
@@ -307,7 +310,8 @@ def _state_in(reply: bytes | None) -> tuple[State | None, dict[int, str]]:
 
 
 def _packed(key: str, report: Report) -> bytes:
-    return json.dumps([key, report.sequence, report.call, report.timed_out, report.before]).encode()
+    call, before = (each and (each.text, each.key) for each in (report.call, report.before))
+    return json.dumps([key, report.sequence, call, report.timed_out, before]).encode()
 
 
 def watch(group: Calls) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.attempts import attempt
+from tests.contract.attempts import Outcome, attempt
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, ROUTES, Told, until_it_fails, world_over
@@ -76,6 +76,37 @@ def all_but(first: int) -> list[float]:
 @pytest.mark.parametrize("route", ROUTES)
 def test_row_15_with_a_timeout_of_each_call(ranks: Ranks, tmp_path: Path, route: str) -> None:
     check_row_15(ranks, tmp_path, route, all_but(1), of_calls=True)
+
+
+def _comes_late(folder: str) -> tuple[Outcome, int | None]:
+    def all_failed(ranks: Sequence[int]) -> bool:
+        return all(Path(folder, str(rank)).exists() for rank in ranks)
+
+    def until_failed(*ranks: int) -> None:
+        until = time.monotonic() + DEADLINE_S / 2
+        while not all_failed(ranks) and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def call() -> None:
+        group.broadcast(torch.ones(1 << 15), 0)  # from rank 0 to 1 and 2, from 2 to 3
+        group.all_reduce(torch.ones(5))
+
+    with world_over("connections", timeout_s=T_S) as group:
+        group.barrier()
+        if group.rank == 2:
+            until_failed(0, 1, 3)
+        told = attempt(call)
+        Path(folder, str(group.rank)).touch()
+        until_failed(*range(4))
+        return told, getattr(group.route.first_failure, "sequence", None)
+
+
+def test_a_late_rank_after_a_call_that_some_completed(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(_comes_late, str(tmp_path), timeout_s=DEADLINE_S)
+    for rank, (told, number) in enumerate(found):
+        assert told.kind == "CollectiveTimeoutError" and told.suspect_ranks == (2,), (rank, told)
+        assert number == (2 if rank == 3 else 3), (rank, number, told)
+    assert "number 2 had completed on global rank 0, global rank 1, global rank 2, but" in found[2][0].text, found[2]
 
 
 def check_row_15(

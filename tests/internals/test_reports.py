@@ -12,11 +12,18 @@ from device_communicators.routing.communicator import GroupContext
 from device_communicators.routing.reports import _MOST_REPORTS, Report, _peers_to_ask, _verdict, explained
 from tests.internals.asked_peers import Peers
 
+_KEYS = {"all_reduce": 8, "all_reduce_": 8}
+"""The second call is the first by another method, or as C++ describes it."""
+
+
+def _report(words: list[str]) -> Report:
+    before = Operation(0, words[2], "", (), 0.0, key=_KEYS.get(words[2], 0)) if words[2:] else None
+    return Report.of(Operation(int(words[0]), words[1], "", (), 0.0, key=_KEYS.get(words[1], 0)), before=before)
+
 
 def _conclude(rank: int, **calls: str) -> CommunicationError:
     """`r0="3 barrier gather"`: rank 0 was in the group's third call, a barrier, after a gather."""
-    told = {int(name[1:]): [*words.split(), ""] for name, words in calls.items()}
-    reports = {each: Report(int(words[0]), words[1], before=words[2]) for each, words in told.items()}
+    reports = {int(name[1:]): _report(words.split()) for name, words in calls.items()}
     context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), Timeout(1.0))
     missing = [each for each in range(4) if each not in reports]
     return _verdict(context, reports[rank], reports, CommunicationError("it broke."), missing)
@@ -54,15 +61,24 @@ def test_a_call_that_ended_on_some_ranks_only_is_no_mismatch(rank: int) -> None:
     assert "gather number 3 had completed on global rank 0, global rank 1, but not on other ranks" in str(found)
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_calls_that_match_may_have_other_words(rank: int) -> None:
+    found = _conclude(rank, r0="4 barrier all_reduce_", r1="3 all_reduce", r2="3 all_reduce_", r3="3 all_reduce")
+    assert type(found) is CommunicationError
+    assert "all_reduce number 3 had completed on global rank 0, but not on other ranks" in str(found)
+    alike = _conclude(rank, r0="3 all_reduce_", r1="3 all_reduce", r2="3 all_reduce_", r3="3 all_reduce")
+    assert str(alike) == "it broke."
+
+
 def test_ranks_hear_of_each_others_call_and_of_the_one_before() -> None:
     peers = Peers()
     watchers = [peers.join(rank) for rank in range(4)]
 
     def fail(rank: int) -> CommunicationError:
         name, before = ("gather", "barrier") if rank > 1 else ("barrier", "gather")
-        operation = Operation(3 if rank > 1 else 4, name, "", (), 0.0)
+        operation, passed = (Operation(3 if rank > 1 else 4, each, "", (), 0.0) for each in (name, before))
         context = GroupContext("test", (0, 1, 2, 3), rank, torch.device("cpu"), Timeout(1.0), watcher=watchers[rank])
-        return explained(context, operation, CommunicationError("it broke."), before)
+        return explained(context, operation, CommunicationError("it broke."), passed)
 
     with ThreadPoolExecutor(4) as threads:
         for found in threads.map(fail, range(4)):

@@ -294,7 +294,7 @@ void ps_served_traffic(const char* key, std::uint64_t* out) {
 
 std::uint64_t ps_served_next(const char* key) {
   const std::shared_ptr<Served> served = find_served(key);
-  return served == nullptr ? 0 : served->next();
+  return served == nullptr ? 0 : served->next_in_python();
 }
 
 int ps_served_records() { return 2 * Served::kRecords; }

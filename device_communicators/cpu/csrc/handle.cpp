@@ -204,15 +204,7 @@ void Record::describe(int tensor_dtype, const std::int64_t* tensor_sizes, std::s
   for (std::size_t dim = 0; dim < tensor_dims && dim < kDims; ++dim) sizes[dim].store(tensor_sizes[dim], relaxed);
 }
 
-Record& Served::begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims) {
-  const std::uint64_t sequence = next();
-  Record& record = records_[sequence % kRecords];
-  record.begin(sequence, operation);
-  record.describe(dtype, sizes, dims);
-  return record;
-}
-
-Record& Served::begin_broadcast(Counted operation, Told told) {
+Record& Served::begin(Counted operation, Told told) {
   const std::uint64_t sequence = next();
   Record& record = records_[sequence % kRecords];
   record.begin(sequence, operation);

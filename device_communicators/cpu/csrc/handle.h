@@ -236,10 +236,13 @@ struct Record {
   std::atomic<std::int64_t> operation{0}, dtype{0}, dims{0};
   std::atomic<std::int64_t> sizes[kDims];
   std::atomic<std::int64_t> peer{-1};
-  std::atomic<std::int64_t> method{0};           // of a broadcast message: the word of its `Told`
+  std::atomic<std::int64_t> method{0};           // of a call of all ranks: the word of its `Told`
   std::atomic<double> started_s{0}, ended_s{0};  // monotonic clock; 0: not yet
 
   void begin(std::uint64_t number, Counted what);
+  bool is_open() const {
+    return started_s.load(std::memory_order_relaxed) != 0 && ended_s.load(std::memory_order_relaxed) == 0;
+  }
   void describe(int tensor_dtype, const std::int64_t* tensor_sizes, std::size_t tensor_dims);
 };
 
@@ -253,10 +256,19 @@ class Served {
   std::shared_ptr<Handle> share() const { return handle_; }
 
   std::uint64_t next() { return sequence_.fetch_add(1, std::memory_order_relaxed) + 1; }
+  // Python repeats a failed call under the call's number.
+  std::uint64_t next_in_python() {
+    const std::uint64_t last = sequence_.load(std::memory_order_relaxed);
+    Record& record = records_[last % kRecords];
+    if (record.sequence.load(std::memory_order_relaxed) == last && record.is_open()) {
+      record.started_s.store(0, std::memory_order_relaxed);
+      return last;
+    }
+    return next();
+  }
   void go_on_after(std::uint64_t sequence) { sequence_.store(sequence, std::memory_order_relaxed); }
 
-  Record& begin(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims);
-  Record& begin_broadcast(Counted operation, Told told);
+  Record& begin(Counted operation, Told told);
   // Any thread may call it.
   Record& begin_transfer(Counted operation, int peer, int method);
   void end_transfer() { transfers_under_way_.fetch_sub(1, std::memory_order_relaxed); }
@@ -280,10 +292,12 @@ class Served {
   }
 
   template <typename Call>
-  Status carry(Counted operation, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
+  Status carry(Counted operation, Told told, int dtype, const std::int64_t* sizes, std::size_t dims, std::size_t bytes,
                Call call) {
     return handle_->run([&](Group& group, double timeout_s) {
-      Record& record = begin(operation, dtype, sizes, dims);  // inside `run`: a refused call gets no number
+      Record& record = begin(operation, told);  // inside `run`: a refused call gets no number
+      record.describe(dtype, sizes, dims);
+      group.tell(told);
       const Status status = call(group, timeout_s);
       if (status != Status::kDone) return status;
       end(record, operation, bytes);

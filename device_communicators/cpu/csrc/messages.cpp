@@ -166,7 +166,7 @@ template <typename Carry>
 Outcome record_between_hosts(Served& served, Told told, Carry carry) {
   const Entered entered{served.handle()};
   if (!entered) return Outcome::kLeft;
-  Record& record = served.begin_broadcast(counted(told), told);
+  Record& record = served.begin(counted(told), told);
   std::uint64_t bytes = 0;
   const Outcome outcome = carry(&bytes);
   if (outcome == Outcome::kLeft) {
@@ -187,7 +187,7 @@ Outcome receive_of_all(Served& served, Told told, int src, Read read) {
   if (!turn || !is_free_reader(*open)) return Outcome::kLeft;
   const Entered entered{handle};
   if (!entered) return Outcome::kLeft;
-  Record& record = served.begin_broadcast(counted(told), told);
+  Record& record = served.begin(counted(told), told);
   std::uint64_t bytes = 0;
   Outcome outcome = Outcome::kLeft;
   const bool is_announced = open->report->found != 0;
@@ -349,7 +349,7 @@ Outcome broadcast_message(Served& served, Told told, const std::vector<Piece>& p
   const Entered entered{handle};
   if (!entered) return Outcome::kLeft;
   if (!open->end.fit(pieces.data(), static_cast<int>(pieces.size()), heads)) return Outcome::kNoRoom;
-  Record& record = served.begin_broadcast(counted(told), told);
+  Record& record = served.begin(counted(told), told);
   if (!announce(handle, told, handle.rank(), open->spin_ns)) {
     open->end.drop();
     served.drop_broadcast(record);

@@ -81,11 +81,8 @@ Told tell(Method method, const Tensor& x, int reduction = -1, std::int64_t dim =
 template <typename Call>
 Carried carry(Served& served, Counted operation, const Tensor& x, Told told, Call call) {
   const at::IntArrayRef sizes = x.sizes();
-  const Status status = served.carry(operation, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(),
-                                     x.nbytes(), [&](Group& self, double timeout_s) {
-                                       self.tell(told);
-                                       return call(self, timeout_s);
-                                     });
+  const Status status =
+      served.carry(operation, told, static_cast<int>(x.scalar_type()), sizes.data(), sizes.size(), x.nbytes(), call);
   if (status == Status::kBusy) note_overlap(&served.handle());
   return status == Status::kDone ? Carried::kYes : Carried::kFailed;
 }
