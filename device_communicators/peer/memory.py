@@ -76,10 +76,13 @@ class SymmetricSharing:
                 )
         operation, started = "the rendezvous of symmetric memory", time.monotonic()
         call = Call(self._meet)
-        if not call.wait(started + min(_RENDEZVOUS_S, self._context.timeout_s / 2), self._context.deaths):
+        limit_s = min(_RENDEZVOUS_S, self._context.timeout_s / 2)
+        if not call.wait(started + limit_s, self._context.deaths):
             if self._context.deaths():
                 raise died(self._context, operation, started)
-            raise TimeoutError(f"{operation} was not done within the group's timeout")
+            raise TimeoutError(
+                f"{operation} of {self._context.name!r} had not ended after {limit_s:g} s: a rank of the group is late"
+            )
         self.handle = call.result()
         return [int(address) for address in self.handle.buffer_ptrs]
 
@@ -112,7 +115,9 @@ class IpcSharing:
 
     def map(self, offers: Sequence[Any]) -> Sequence[int]:
         if self._tensor is None:
-            raise NotSharedError("this rank has already closed the GPU memory that it shares")
+            raise NotSharedError(
+                "this rank has closed its shared GPU memory, so peers can't map it; create the group again"
+            )
         addresses = []
         # Peers' devices needn't be visible to this process.
         own = _index(self._context.device)

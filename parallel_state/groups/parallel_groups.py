@@ -272,7 +272,10 @@ def create_parallel_groups(
     world.route.check_usable()
     pool = world.pool
     if pool is None:
-        raise GroupNotInitializedError("a simulated world can't be divided into groups; use parallel_state.simulate()")
+        raise GroupNotInitializedError(
+            "create_parallel_groups needs a world with processes, but got a group made by parallel_state.simulate(); "
+            "pass the layout's sizes to simulate() instead"
+        )
 
     def resolve() -> tuple[_Division, Request]:
         if not isinstance(eager, bool):

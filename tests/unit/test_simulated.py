@@ -255,7 +255,7 @@ def test_there_is_no_process_group(group: ps.GroupCoordinator) -> None:
             get()
     with pytest.raises(ps.GroupNotInitializedError, match="is simulated and has no process group"):
         ps.in_the_same_node_as(group)
-    with pytest.raises(ps.GroupNotInitializedError, match=r"simulated world can't be divided.*simulate"):
+    with pytest.raises(ps.GroupNotInitializedError, match=r"made by parallel_state.simulate"):
         ps.create_parallel_groups(group, {"tp": 2, "pp": 1, "dp": None}, "tp-dp-pp")
     with (
         ps.simulate(0, 4, 2, 2).use(),
