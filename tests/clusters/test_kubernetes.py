@@ -1,4 +1,4 @@
-"""Pods whose names resolve only after they start."""
+"""Jobs in pods whose names resolve only after the pods have started."""
 
 from __future__ import annotations
 

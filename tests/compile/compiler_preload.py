@@ -1,4 +1,4 @@
-"""Imported by the fork server: inductor, and its probes of the C++ compiler."""
+"""The fork server imports this module, and so inductor, which then tests the C++ compiler."""
 
 from __future__ import annotations
 

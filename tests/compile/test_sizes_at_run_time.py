@@ -1,4 +1,4 @@
-"""Sizes from a tensor's values, as in token dispatch: one graph, without a branch on them."""
+"""Sizes that are a tensor's values, as in token dispatch, compile to one graph for all sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls are counted on one rank of torch's `fake` backend, leaks on real ranks."""
+"""Costs of creating groups: calls, on one rank of torch's `fake` backend, and leaks, on real ranks."""
 
 from __future__ import annotations
 

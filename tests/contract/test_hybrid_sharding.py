@@ -1,5 +1,5 @@
-"""Shards within a node, copies across, as fairseq2's `sdp` and `rdp` gangs. Only the second of three reductions leaves
-the node."""
+"""Hybrid sharding: shards within a node, copies on other nodes, as fairseq2's `sdp` and `rdp`. Only the second of three
+reductions leaves the node."""
 
 from __future__ import annotations
 

@@ -109,7 +109,6 @@ PARTS = ("hybrid", "hybrid, one copy", "one dim")
     "case", [pytest.param(case, marks=pytest.mark.long) if case in PARTS else case for case in SHARDED]
 )
 def test_fully_shard_with_tensor_parallelism(pools: Pools, case: str) -> None:
-    """torch must join both meshes, so their ranks must be in one order."""
     sizes, dims, data, copies = SHARDED[case]
     reference = _transformer()
     losses, weights = _train(reference), reference.state_dict()

@@ -1,4 +1,4 @@
-"""A wrong value for a single argument raises UsageError at once, or the call works. Both ranks pass the same one."""
+"""A wrong value for a single argument raises UsageError at once, or the call works. Both ranks pass the same value."""
 
 from __future__ import annotations
 

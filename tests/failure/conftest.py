@@ -1,6 +1,6 @@
-"""Two seconds after a test nothing may be left. Tests marked `side_by_side` mostly wait. They run in threads
-before their module's first test, and each is reported at its turn. They can use the fixtures `tmp_path`,
-`ranks` and those of the session."""
+"""Checks that 2 s after a test no process, file or socket is left. Tests marked `side_by_side` mostly wait.
+They run in threads before their module's first test, and each is reported at its turn. They can use the
+fixtures `tmp_path`, `ranks` and those of the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaving on purpose is no death. Missing and dead ranks are named even if no process can watch theirs."""
+"""Leaving on purpose is no death. Missing and dead ranks are named even if no rank can watch their processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compiled group with arenas on plain shared maps, without communicators or torch.distributed."""
+"""Groups of the compiled library on mapped files, without communicators or torch.distributed."""
 
 from __future__ import annotations
 

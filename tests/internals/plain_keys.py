@@ -1,4 +1,4 @@
-"""A reference for `KeyCheck` in cpu/csrc/plain_tree.cpp."""
+"""The same check as `KeyCheck` in cpu/csrc/plain_tree.cpp, for comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank is a thread with a control plane of its own."""
+"""Agreements of ranks that are threads, each with its own control plane."""
 
 from __future__ import annotations
 

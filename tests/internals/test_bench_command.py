@@ -1,5 +1,3 @@
-"""No test judges a time."""
-
 from __future__ import annotations
 
 import json

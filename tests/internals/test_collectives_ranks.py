@@ -1,4 +1,4 @@
-"""The benchmark for GPUs and torchrun, on the CPU. No test judges a time."""
+"""The benchmark for GPUs and torchrun, on the CPU. No test depends on a measured time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each CUDA thread is a CPU thread, so blocks are small."""
+"""The kernels of peer/csrc on a CPU. Each CUDA thread is a CPU thread, so blocks are small."""
 
 from __future__ import annotations
 

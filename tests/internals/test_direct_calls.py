@@ -1,4 +1,4 @@
-"""Methods on plain CPU tensors bypass torch's dispatcher. Callers that would notice get the op."""
+"""Methods on plain CPU tensors bypass torch's dispatcher, unless the caller would notice the difference."""
 
 from __future__ import annotations
 

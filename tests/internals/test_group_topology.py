@@ -1,4 +1,4 @@
-"""One process simulates all ranks and the conclusions from their GPU facts."""
+"""One process simulates ranks and their GPUs, and tests what the ranks conclude."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto` needs a row that was measured under exactly the same conditions."""
+"""Settings with the value `auto` need thresholds that were measured under exactly the same conditions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/peer_kernels.py over the kernels on the CPU. No test judges a time."""
+"""benchmarks/peer_kernels.py with kernels on the CPU. No test depends on a measured time."""
 
 from __future__ import annotations
 

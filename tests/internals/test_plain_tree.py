@@ -1,4 +1,4 @@
-"""The library packs and unpacks the same messages as Python, and leaves the rest to Python."""
+"""C++ code encodes and decodes messages as Python code does, and leaves some values to Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A started transfer costs nothing while it can't move."""
+"""A started receive takes no CPU time while its sender sends nothing."""
 
 from __future__ import annotations
 

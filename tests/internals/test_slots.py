@@ -1,4 +1,4 @@
-"""Each rank allocates its own slots, so that their memory is on its NUMA node."""
+"""Each rank allocates its own buffers in shared memory (slots), so that they are on its NUMA node."""
 
 from __future__ import annotations
 

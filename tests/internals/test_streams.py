@@ -1,4 +1,4 @@
-"""Ranks on different hosts are threads, connected by socket pairs."""
+"""Transfers between hosts. Ranks are threads, connected by socket pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call as two integers, as in shared memory, and as text, as in errors."""
+"""Descriptions of a call: as two integers in shared memory, and as text in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dead rank's last bytes may still arrive."""
+"""Waits for torch.distributed that a rank's death ends, unless the rank has already sent its data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tests use mappings, and leave os.environ unchanged."""
+"""Launchers' environment variables. The tests pass mappings, and leave os.environ unchanged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Our rank lists equal those of Megatron-core, torchtitan and torch's DeviceMesh. A thousand cases, 10,000
-with FAILURE_TESTS=long; LAYOUT_CASES sets their number and LAYOUT_SEED the seed. With fewer, a kind of case
-may be missing, which fails."""
+with FAILURE_TESTS=long; LAYOUT_CASES sets their number and LAYOUT_SEED the seed. With fewer, a test may
+fail for lack of a kind of case."""
 
 from __future__ import annotations
 

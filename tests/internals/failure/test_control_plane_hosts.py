@@ -1,4 +1,4 @@
-"""Hosts have their own networks, PIDs and clocks."""
+"""The control plane between simulated hosts with their own networks, PIDs and clocks."""
 
 from __future__ import annotations
 
