@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from device_communicators.base.errors import InvalidArgumentError, MessageDecodeError, MessageEncodeError
+from device_communicators.base.errors import MessageDecodeError, MessageEncodeError
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.coding import MAX_DEPTH, TensorMetadata
 from tests.internals.codec_classes import Access, Color, Level, Pair, Record, Request, Span
@@ -199,23 +199,6 @@ def test_lazy_conjugate_and_negative_bits_are_made_real():
     conj, neg = codec.encode([x.conj(), x.conj().imag]).tensors
     assert not conj.is_conj() and not neg.is_neg()
     assert conj.tolist() == [1 - 2j] and neg.tolist() == [-2.0]
-
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        [],
-        [torch.ones(2, 3)],
-        [torch.ones(2, 3)] * 3,
-        [torch.ones(2, 3), torch.ones(3, 2)],
-        [torch.ones(2, 3).int()] * 2,
-    ],
-    ids=["none", "fewer", "more", "shape", "dtype"],
-)
-def test_build_checks_the_tensors(tensors):
-    message = codec.read(codec.encode([torch.ones(2, 3), torch.zeros(2, 3)]).metadata)
-    with pytest.raises(InvalidArgumentError, match=r"build\(\) needs"):
-        message.build(tensors)
 
 
 @pytest.mark.parametrize(
