@@ -135,7 +135,6 @@ class ProcessGroupPool:
         self._groups: dict[_Key, Any] = {} if alone_backend else {default: dist.group.WORLD}
         self._users: Counter[_Key] = Counter({default: 1})  # the pool must not destroy the default group
         self._channels: Counter[tuple[int, ...]] = Counter()
-        self._created: Counter[_Key] = Counter()
         self._unshared: Counter[_Key] = Counter()
         self._borrowed: set[_Key] = {default} if joined else set()
         self._failed: set[_Key] = set()
@@ -146,10 +145,6 @@ class ProcessGroupPool:
         """Never held while waiting for other ranks."""
         self._creation_locks: dict[_Key | None, threading.Lock] = {}
         """One lock for each group; under the key None, one for all groups that must be created one by one."""
-
-    @property
-    def groups_made(self) -> int:
-        return sum(self._created.values())
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
@@ -213,7 +208,6 @@ class ProcessGroupPool:
                 self._split_world(missing)
             else:
                 self._groups[own] = self._new_group_of_members(own)
-            self._created.update(key for key in missing if self.rank in key[0])
             with self._lock:
                 return self._acquired(keys, mine)
 

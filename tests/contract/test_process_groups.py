@@ -302,10 +302,10 @@ def _derived() -> dict[str, Any]:
     with world(2, 2, context_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1):
         groups = ps.get_parallel_groups()
         facts: dict[str, Any] = {"at start": list(groups.groups)}
-        made = groups.world.pool.groups_made  # type: ignore[union-attr]
+        made = len(groups.world.pool._groups)  # type: ignore[union-attr]
         facts["model"] = whose(ps.get_model_parallel_group())
         facts["again"] = ps.get_model_group() is groups.get("model") is ps.get_group("model")
-        facts["one more"] = groups.world.pool.groups_made - made  # type: ignore[union-attr]
+        facts["one more"] = len(groups.world.pool._groups) - made  # type: ignore[union-attr]
         facts["shared"] = ps.get_tp_ep_group().device_group is ps.get_ep_group().device_group
         embedding = ps.try_get_embedding_group()
         facts["embedding"] = embedding and whose(embedding)
@@ -320,7 +320,7 @@ def _derived() -> dict[str, Any]:
             name for name in rows if groups.layout.group_of(ps.get_rank(), name)
         )
         lists = {tuple(group.ranks) for group in groups.groups.values() if 1 < group.world_size < 8}
-        facts["each set once"] = groups.world.pool.groups_made == len(lists)  # type: ignore[union-attr]
+        facts["each set once"] = len(groups.world.pool._groups) == 1 + len(lists)  # type: ignore[union-attr]
         ps.destroy_model_parallel()
         facts["left"] = len(dist.distributed_c10d._world.pg_map)
     return facts
