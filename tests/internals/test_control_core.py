@@ -205,7 +205,7 @@ FAULTS = [
     ),
     pytest.param(
         "core.cpp", "if (!peer.for_watch) peer.next_dial", "if (false) peer.next_dial",
-        [("simulator", ("--ranks", 5, "--seed", 7479))], "know", id="a refused call delays the watch",
+        [("cases", ())], "a_refused_call_does_not_delay_the_watch\n  line", id="a refused call delays the watch",
     ),
     pytest.param(
         "core.cpp", "hunt + config_.settle >= waits_until_) return;", "hunt >= 0 && leaving_ != kNever) return;",

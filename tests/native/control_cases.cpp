@@ -498,6 +498,18 @@ void undecided_names_whom_the_decider_waits_for() {
   if (verdict != nullptr) CHECK(verdict->verdict->culprits == std::vector<Proc>{proc_of(2)});
 }
 
+void a_refused_call_does_not_delay_the_watch() {
+  World world({2, 1}, 2);
+  world.answer(3, 0);
+  world.beat(3, 0);
+  world.call({1, 2}, "p", kSecond);
+  CHECK(world.find(Action::kDial) != nullptr);
+  world.step(event_of(Event::kRefused, -1, proc_of(1)));
+  world.step(event_of(Event::kClosed, 3));
+  const auto dials = [](const Action& action) { return action.kind == Action::kDial && action.proc == proc_of(1); };
+  CHECK(std::any_of(world.actions.begin(), world.actions.end(), dials));
+}
+
 // Connected to a stopped process, the only one of another domain.
 World with_stopped_peer() {
   World world({1, 1});
@@ -1000,6 +1012,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(a_seat_of_another_opens_nothing),
     CASE(a_verdict_of_wrong_size_is_malformed),
     CASE(undecided_names_whom_the_decider_waits_for),
+    CASE(a_refused_call_does_not_delay_the_watch),
     CASE(a_stopped_process_whose_kernel_answers_is_stopped),
     CASE(a_full_window_is_replaced_by_a_dial),
     CASE(a_pause_of_this_process_ends_no_call_at_once),
