@@ -436,7 +436,7 @@ class _Meeting:
 
     def enter_world(self) -> BoundedStore:
         launcher: BoundedStore | None = None
-        name, tried_at = "", time.monotonic()
+        name, left, tried_at = "", "", time.monotonic()
         for _ in looks(self.deadline, self.place.world_size):
             self.awaited = "rank 0"
             self.warn()
@@ -456,13 +456,15 @@ class _Meeting:
                 continue
             if newest not in ("", name):
                 name, tried_at = newest, time.monotonic()
-            if newest == "":
+            if newest in ("", left):  # in a decided world, the end of its rank 0 would count as a death
                 continue
             try:
                 world = self._world(name, launcher)
                 try:
-                    if self._enter(world) and self._is_complete(world, launcher, name):
-                        return world
+                    if self._enter(world):
+                        if self._is_complete(world, launcher, name):
+                            return world
+                        left = name
                 finally:
                     world.close()  # releases this rank's entry, even if the program keeps the error
             except (dist.DistNetworkError, native.NativeUnavailableError) as error:
@@ -551,6 +553,7 @@ class _Meeting:
         self.places = {int(rank): Address.parse(words) for rank, words in places.items()}
         with contextlib.suppress(dist.DistError):
             world.add(_HEARD, 1)
+        self.obstacle = "rank 0 opened a world with another process of this rank"
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:

@@ -148,8 +148,19 @@ def test_a_rank_joins_the_next_round(job: Job, monkeypatch: pytest.MonkeyPatch) 
         future.result(AMPLE_S)
     launcher = dist.PrefixStore("start", job.launcher)
     launcher.set("world", old[0].own_place.endpoint)  # rank 0 was killed before it cleared the key
-    came = job.start(job.meeting(1, 2))
+    entered, second = list[_Meeting](), job.meeting(1, 2)
+    enter = _Meeting._enter
+
+    def enter_and_note(meeting: _Meeting, world: BoundedStore) -> bool:
+        is_in = enter(meeting, world)
+        entered.extend([meeting] * is_in)
+        return is_in
+
+    monkeypatch.setattr(_Meeting, "_enter", enter_and_note)
+    came = job.start(second)
+    _until(lambda: "opened a world with another process" in second.obstacle)
     time.sleep(0.3)
+    assert entered == [second], "it must not be there when rank 0 ends"
     job.kill(old[0])
     time.sleep(0.3)
     new = job.meeting(0, 2)
