@@ -3,7 +3,6 @@
 
 #include "control_store.h"
 
-#include <dlfcn.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <pybind11/chrono.h>
@@ -14,13 +13,12 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
-#include <stdexcept>
 #include <string>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "../../control/csrc/store.h"
+#include "library.h"
 
 namespace py = pybind11;
 
@@ -33,29 +31,6 @@ using Milliseconds = std::chrono::milliseconds;
 
 constexpr double kSliceSeconds = 0.05;
 constexpr double kConnectSeconds = 2.0;
-
-struct Client {
-  explicit Client(const std::string& path) {
-    void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
-    if (library == nullptr) throw std::runtime_error(std::string("the compiled library can't be opened: ") + dlerror());
-    const auto find = [library](auto& function, const char* name) {
-      void* const found = dlsym(library, name);
-      if (found == nullptr) throw std::runtime_error(std::string("the compiled library lacks ") + name);
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(found);
-    };
-    find(ask, "ps_store_ask");
-    find(wait, "ps_store_wait");
-    find(take, "ps_store_take");
-    find(end, "ps_store_end");
-    find(has_signal, "ps_has_signal");
-  }
-
-  std::int64_t (*ask)(std::int64_t, const char*, std::uint64_t, double, double);
-  int (*wait)(std::int64_t, double);
-  std::uint64_t (*take)(std::int64_t, char*, std::uint64_t);
-  void (*end)(std::int64_t);
-  int (*has_signal)();
-};
 
 class Store : public c10d::Store {
  public:
@@ -129,17 +104,17 @@ class Store : public c10d::Store {
     const double timeout_s = static_cast<double>(timeout.count()) / 1000;
     const std::chrono::duration<double> own_timeout = timeout_;
     const double connect_s = call == StoreCall::kWait ? std::min(kConnectSeconds, own_timeout.count()) : 0.0;
-    const std::int64_t request = library_.ask(client_, content.data(), content.size(), timeout_s, connect_s);
+    const std::int64_t request = library_.store_ask(client_, content.data(), content.size(), timeout_s, connect_s);
     if (request < 0) C10_THROW_ERROR(DistNetworkError, name_ + ": " + std::strerror(static_cast<int>(-request)));
     struct End {
-      const Client& library;
+      const Library& library;
       std::int64_t request;
-      ~End() { library.end(request); }
+      ~End() { library.store_end(request); }
     } end{library_, request};
     int code = 0;
-    while ((code = -library_.wait(request, kSliceSeconds)) == EAGAIN) check_signals();
-    std::string reply(library_.take(request, nullptr, 0), '\0');
-    library_.take(request, reply.data(), reply.size());
+    while ((code = -library_.store_wait(request, kSliceSeconds)) == EAGAIN) check_signals();
+    std::string reply(library_.store_take(request, nullptr, 0), '\0');
+    library_.store_take(request, reply.data(), reply.size());
     if (code == ETIME) {
       std::string keys;
       for (std::size_t i = 0; i < parts.size() && i < 8; ++i) keys += (i == 0 ? "" : ", ") + parts[i];
@@ -166,7 +141,7 @@ class Store : public c10d::Store {
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
 
-  const Client library_;
+  const Library library_;
   const std::int64_t client_;
   const std::string& name_;
   const unsigned long main_thread_;

@@ -42,6 +42,11 @@ Library::Library(const std::string& path) {
   FIND(transfers_failure);
   FIND(transfers_drain);
   FIND(transfers_close);
+  FIND(store_ask);
+  FIND(store_wait);
+  FIND(store_take);
+  FIND(store_end);
+  FIND(has_signal);
 #undef FIND
 }
 

@@ -45,6 +45,13 @@ struct Library {
   int (*transfers_failure)(void*, std::int64_t* words);
   int (*transfers_drain)(void*, double timeout_s);
   int (*transfers_close)(void*);
+
+  std::int64_t (*store_ask)(std::int64_t client, const char* content, std::uint64_t bytes, double timeout_s,
+                            double connect_s);
+  int (*store_wait)(std::int64_t request, double timeout_s);
+  std::uint64_t (*store_take)(std::int64_t request, char* reply, std::uint64_t capacity);
+  void (*store_end)(std::int64_t request);
+  int (*has_signal)();
 };
 
 }  // namespace parallel_state
