@@ -19,7 +19,7 @@ _LEAVES = {"str": str, "int": int, "float": float, "none": type(None), "bool": b
 
 class _Python(ctypes.Structure):
     _fields_ = (
-        *((name, _Type) for name in ("type_of", "let_go", "list_size", "list_item", "dict_next", "list", "dict")),
+        *((name, _Type) for name in ("type_of", "list_size", "list_item", "dict_next", "list", "dict")),
         ("leaves", ctypes.POINTER(_Type)),
         ("leaf_count", ctypes.c_ssize_t),
         ("others", ctypes.POINTER(_Type)),
@@ -29,7 +29,7 @@ class _Python(ctypes.Structure):
         ("text_count", ctypes.c_ssize_t),
         ("most_other_keys", ctypes.c_ssize_t),
         ("type_at", ctypes.c_ssize_t),
-        *((name, _Type) for name in ("utf8", "integer", "number", "bytes_size", "bytes", "forget_error")),
+        *((name, _Type) for name in ("utf8", "integer", "number", "forget_error")),
         *((f"{name}_type", _Type) for name in _LEAVES),
         ("true_object", _Type),
         ("describe", _Type),
@@ -38,8 +38,7 @@ class _Python(ctypes.Structure):
         ("dtype_count", ctypes.c_ssize_t),
         *((name, _Type) for name in ("tuple_item", "dict_item")),
         ("depth", ctypes.c_int),
-        ("hold", _Type),
-        *((name, _Type) for name in ("make_text", "make_bytes", "make_integer", "make_unsigned", "make_number")),
+        *((name, _Type) for name in ("make_text", "make_unsigned", "make_number")),
         *((name, _Type) for name in ("make_list", "set_item", "make_dict", "set_key", "call")),
         *((name, _Type) for name in ("none_object", "false_object", "not_implemented")),
         ("dtype_bytes", ctypes.POINTER(ctypes.c_int64)),
@@ -49,7 +48,6 @@ class _Python(ctypes.Structure):
 
 _FUNCTIONS = {
     "type_of": "PyObject_Type",
-    "let_go": "Py_DecRef",
     "list_size": "PyList_Size",
     "list_item": "PyList_GetItem",
     "dict_next": "PyDict_Next",
@@ -57,15 +55,10 @@ _FUNCTIONS = {
     "utf8": "PyUnicode_AsUTF8AndSize",
     "integer": "PyLong_AsLongLongAndOverflow",
     "number": "PyFloat_AsDouble",
-    "bytes_size": "PyBytes_Size",
-    "bytes": "PyBytes_AsString",
     "forget_error": "PyErr_Clear",
     "tuple_item": "PyTuple_GetItem",
     "dict_item": "PyDict_GetItem",
-    "hold": "Py_IncRef",
     "make_text": "PyUnicode_DecodeUTF8",
-    "make_bytes": "PyBytes_FromStringAndSize",
-    "make_integer": "PyLong_FromLongLong",
     "make_unsigned": "PyLong_FromUnsignedLongLong",
     "make_number": "PyFloat_FromDouble",
     "make_list": "PyList_New",

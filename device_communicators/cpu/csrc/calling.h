@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace parallel_state {
 
@@ -41,5 +42,13 @@ auto without_lock(Function function) {
 
 inline void* pointer_of(void* integer) { return calling.as_pointer(integer); }
 inline std::uint64_t number_of(void* integer) { return reinterpret_cast<std::uint64_t>(pointer_of(integer)); }
+inline int int_of(void* integer) { return static_cast<int>(number_of(integer)); }
+inline double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
+
+// A copy of a shared_ptr at the address `integer`.
+template <typename Of>
+std::shared_ptr<Of> shared(void* integer) {
+  return *static_cast<std::shared_ptr<Of>*>(pointer_of(integer));
+}
 
 }  // namespace parallel_state

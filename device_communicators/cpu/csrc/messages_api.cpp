@@ -22,8 +22,6 @@ using namespace parallel_state;
 
 const Python& python_of(void* self) { return *static_cast<const Python*>(pointer_of(self)); }
 
-int int_of(void* integer) { return static_cast<int>(number_of(integer)); }
-
 Told told_of(void* word) { return {number_of(word), 0}; }
 
 int source_of(Told told) { return static_cast<int>(told.word >> 32 & 255) - 1; }
@@ -34,8 +32,8 @@ std::shared_ptr<Served> served_of(const Python& python, void* key) {
   return text == nullptr ? nullptr : find_served({text, static_cast<std::size_t>(bytes)});
 }
 
-Piece head_of(const Python& python, void* head) {
-  return {const_cast<char*>(python.bytes(head)), static_cast<std::uint64_t>(python.bytes_size(head))};
+Piece piece_of(void* bytes) {
+  return {const_cast<char*>(calling.as_bytes(bytes)), static_cast<std::uint64_t>(calling.bytes_size(bytes))};
 }
 
 bool raises() {
@@ -53,14 +51,14 @@ void* answer(Outcome outcome) {
 // Another thread may change the packed message's object, and a signal handler may pack another message.
 class Kept {
  public:
-  explicit Kept(const Python& python) : python_(python), pieces_(packer().pieces()), heads_(packer().heads()) {
+  Kept() : pieces_(packer().pieces()), heads_(packer().heads()) {
     packer().hold();
     held_ = packer().take_held();
   }
   ~Kept() {
     if (handed_back_) return;
     packer().free();
-    for (void* const object : held_) python_.let_go(object);
+    for (void* const object : held_) calling.let_go(object);
   }
   Kept(const Kept&) = delete;
   Kept& operator=(const Kept&) = delete;
@@ -73,7 +71,6 @@ class Kept {
   }
 
  private:
-  const Python& python_;
   std::vector<Piece> pieces_;
   int heads_;
   std::vector<void*> held_;
@@ -160,8 +157,8 @@ Status run_between_hosts(std::uint64_t group, Call call) {
 }
 
 // If there is no room, and the message is `wanted`, `ps_packed` returns it.
-Outcome broadcast(const Python& python, Served& served, Told told, bool wanted) {
-  Kept kept{python};
+Outcome broadcast(Served& served, Told told, bool wanted) {
+  Kept kept;
   const Outcome outcome = without_lock([&] { return broadcast_message(served, told, kept.pieces(), kept.heads()); });
   if (outcome == Outcome::kNoRoom && wanted) kept.hand_back();
   return outcome;
@@ -234,7 +231,7 @@ class Received final : public Taker, private Tensors {
 
  private:
   void let_go(void* object) const {
-    if (object != nullptr) python_.let_go(object);
+    if (object != nullptr) calling.let_go(object);
   }
   void drop() {
     let_go(value_);
@@ -268,8 +265,8 @@ class Received final : public Taker, private Tensors {
   }
 
   bool plan_list(const Head& head) {
-    const auto bytes = static_cast<std::uint64_t>(python_.bytes_size(expected_));
-    if (form_ == nullptr || bytes != head.bytes || std::memcmp(python_.bytes(expected_), head.data, bytes) != 0)
+    const auto bytes = static_cast<std::uint64_t>(calling.bytes_size(expected_));
+    if (form_ == nullptr || bytes != head.bytes || std::memcmp(calling.as_bytes(expected_), head.data, bytes) != 0)
       return false;
     const std::int64_t* at = form_->layout;
     forms_.clear();
@@ -308,7 +305,7 @@ class Received final : public Taker, private Tensors {
     TensorForm form = forms_[index];
     if (is_trial_) {
       void* const fit = out_ == nullptr || key == nullptr ? nullptr : buffer(key, &form);
-      if (fit != nullptr) python_.let_go(fit);
+      if (fit != nullptr) calling.let_go(fit);
       if (key != nullptr) ++(fit != nullptr ? fits_ : misfits_);
       return const_cast<void*>(python_.none_object);
     }
@@ -346,10 +343,10 @@ class Received final : public Taker, private Tensors {
     }
     for (void* const argument : arguments) let_go(argument);
     if (answered == nullptr) return false;
-    const auto bytes = static_cast<std::size_t>(python_.bytes_size(answered));
+    const auto bytes = static_cast<std::size_t>(calling.bytes_size(answered));
     pieces->resize(bytes / sizeof(Piece));
-    if (bytes != 0) std::memcpy(static_cast<void*>(pieces->data()), python_.bytes(answered), bytes);
-    python_.let_go(answered);
+    if (bytes != 0) std::memcpy(static_cast<void*>(pieces->data()), calling.as_bytes(answered), bytes);
+    calling.let_go(answered);
     has_asked_ = true;
     return true;
   }
@@ -383,9 +380,9 @@ class Received final : public Taker, private Tensors {
     }
     void* const arguments[] = {tensors_[index], shape};
     void* const whole = python_.call(gather_, arguments, 2, nullptr);
-    python_.let_go(shape);
+    calling.let_go(shape);
     if (whole == nullptr) return false;
-    python_.let_go(std::exchange(tensors_[index], whole));
+    calling.let_go(std::exchange(tensors_[index], whole));
     return true;
   }
 
@@ -420,7 +417,7 @@ void* ps_sending_dict(void* self, void* const* given, std::ptrdiff_t count) {
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
   const auto& form = *static_cast<const Form*>(pointer_of(given[4]));
-  if (served == nullptr || !packer().gather(python, given[3], form, head_of(python, given[5]))) {
+  if (served == nullptr || !packer().gather(python, given[3], form, piece_of(given[5]))) {
     return answer(Outcome::kLeft);
   }
   return send(*served, {int_of(given[1]), int_of(given[2])}, true, false);
@@ -431,10 +428,10 @@ void* ps_broadcasting_dict(void* self, void* const* given, std::ptrdiff_t count)
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
   const auto& form = *static_cast<const Form*>(pointer_of(given[3]));
-  if (served == nullptr || !packer().gather(python, given[2], form, head_of(python, given[4]))) {
+  if (served == nullptr || !packer().gather(python, given[2], form, piece_of(given[4]))) {
     return answer(Outcome::kLeft);
   }
-  return answer(broadcast(python, *served, told_of(given[1]), false));
+  return answer(broadcast(*served, told_of(given[1]), false));
 }
 
 void* ps_sending_object(void* self, void* const* given, std::ptrdiff_t count) {
@@ -455,14 +452,14 @@ void* ps_broadcasting_object(void* self, void* const* given, std::ptrdiff_t coun
   if (served == nullptr || !packer().pack(python, given[2], python.depth, number_of(given[3]))) {
     return answer(Outcome::kLeft);
   }
-  return answer(broadcast(python, *served, told_of(given[1]), true));
+  return answer(broadcast(*served, told_of(given[1]), true));
 }
 
 void* ps_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 5) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
-  if (served == nullptr || !packer().gather(python, given[4], head_of(python, given[3]))) return answer(Outcome::kLeft);
+  if (served == nullptr || !packer().gather(python, given[4], piece_of(given[3]))) return answer(Outcome::kLeft);
   const ToOne from{int_of(given[1]), int_of(given[2])};
   const std::vector<Piece> pieces = packer().pieces();
   return answer(without_lock([&] { return receive_message(*served, from, pieces); }));
@@ -472,7 +469,7 @@ void* ps_receiving_broadcast(void* self, void* const* given, std::ptrdiff_t coun
   if (count != 4) return nullptr;
   const Python& python = python_of(self);
   const std::shared_ptr<Served> served = served_of(python, given[0]);
-  if (served == nullptr || !packer().gather(python, given[3], head_of(python, given[2]))) return answer(Outcome::kLeft);
+  if (served == nullptr || !packer().gather(python, given[3], piece_of(given[2]))) return answer(Outcome::kLeft);
   const Told told = told_of(given[1]);
   const std::vector<Piece> pieces = packer().pieces();
   return answer(without_lock([&] { return receive_broadcast(*served, told, source_of(told), pieces); }));
@@ -514,16 +511,14 @@ void* ps_queue_receiving(void* self, void* const* given, std::ptrdiff_t count) {
 
 void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 7) return nullptr;
-  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const auto transfers = shared<Transfers>(given[0]);
   const std::uint64_t more_heads = number_of(given[5]);
   std::int64_t number = kRefusedTransfer;
   const Released::Visit here;
   try {
     auto lasting = std::make_unique<Lasting>();
     OutgoingMessage& message = lasting->message;
-    const Piece start{const_cast<char*>(calling.as_bytes(given[3])),
-                      static_cast<std::uint64_t>(calling.bytes_size(given[3]))};
-    message.head.push_back(start);
+    message.head.push_back(piece_of(given[3]));
     const std::vector<Piece> pieces = pieces_of(given[4]);
     const auto end = pieces.begin() + static_cast<std::ptrdiff_t>(std::min<std::uint64_t>(more_heads, pieces.size()));
     message.head.insert(message.head.end(), pieces.begin(), end);
@@ -549,9 +544,9 @@ void* ps_transfers_sending(void*, void* const* given, std::ptrdiff_t count) {
 void* ps_transfers_receiving(void* self, void* const* given, std::ptrdiff_t count) {
   if (count != 6 + Received::kArguments) return nullptr;
   const Python& python = python_of(self);
-  const std::shared_ptr<Transfers> transfers = *static_cast<std::shared_ptr<Transfers>*>(pointer_of(given[0]));
+  const auto transfers = shared<Transfers>(given[0]);
   const int src = int_of(given[1]), tag = int_of(given[2]);
-  const double timeout_s = static_cast<double>(number_of(given[3])) / 1e6;
+  const double timeout_s = seconds_of(given[3]);
   auto* const report = static_cast<QueueReport*>(pointer_of(given[5]));
   return Received(python, given + 6, find(number_of(given[4]))).run([&](Taker& taker) {
     return receive_value(*transfers, src, tag, timeout_s, taker, report);
@@ -562,8 +557,7 @@ void* ps_group_broadcasting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 6) return nullptr;
   const Told told{number_of(given[1]), number_of(given[2])};
   std::vector<Piece> pieces = pieces_of(given[4]);
-  pieces.insert(pieces.begin(), {const_cast<char*>(calling.as_bytes(given[3])),
-                                 static_cast<std::uint64_t>(calling.bytes_size(given[3]))});
+  pieces.insert(pieces.begin(), piece_of(given[3]));
   const int heads = 1 + int_of(given[5]);
   const std::uint64_t group = number_of(given[0]);
   const Status status = without_lock([&] {

@@ -84,7 +84,7 @@ bool is_among(const void* type, const void* const* types, std::ptrdiff_t count) 
 const void* type_of(const Python& python, void* object) {
   if (python.type_at != 0) return *reinterpret_cast<void**>(static_cast<char*>(object) + python.type_at);
   void* const type = python.type_of(object);
-  python.let_go(type);
+  calling.let_go(type);
   return type;
 }
 
@@ -119,7 +119,7 @@ bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t l
   for (Bytes* const each : {&front_, &rows_, &body_}) each->clear();
   seen_.clear();
   sliced_.clear();
-  for (void* const object : take_held()) python.let_go(object);
+  for (void* const object : take_held()) calling.let_go(object);
   long_.clear();
   tensors_.clear();
   long_bytes_ = tensor_bytes_ = 0;
@@ -129,11 +129,11 @@ bool Packer::pack(const Python& python, void* object, int depth, std::uint64_t l
 void Packer::hold() {
   is_held_ = true;
   for (const Long& each : long_) {
-    python_->hold(each.object);
+    calling.hold(each.object);
     held_.push_back(each.object);
   }
   for (void* const tensor : seen_) {
-    python_->hold(tensor);
+    calling.hold(tensor);
     held_.push_back(tensor);
   }
 }
@@ -143,7 +143,7 @@ Packer& packer() {
   return made;
 }
 
-bool Packer::gather(const Python& python, void* list, Piece head) {
+bool Packer::begin_known(const Python& python, Piece head) {
   if (is_held_) return false;
   python_ = &python;
   pieces_.assign(1, head);
@@ -152,42 +152,39 @@ bool Packer::gather(const Python& python, void* list, Piece head) {
   tensor_bytes_ = 0;
   long_.clear();
   seen_.clear();
-  if (type_of(python, list) != python.list) return false;
+  return true;
+}
+
+bool Packer::add_plain(void* item, TensorForm* form) {
+  const Python& python = *python_;
+  if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
+  if (!describe(python, item, form)) return false;
+  seen_.push_back(item);
+  if (form->bytes != 0) pieces_.push_back({form->data, form->bytes});
+  tensor_bytes_ += form->bytes;
+  return true;
+}
+
+bool Packer::gather(const Python& python, void* list, Piece head) {
+  if (!begin_known(python, head) || type_of(python, list) != python.list) return false;
   for (std::ptrdiff_t index = 0; index < python.list_size(list); ++index) {
     TensorForm form{};
-    void* const item = python.list_item(list, index);
-    if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
-    if (!describe(python, item, &form)) return false;
-    seen_.push_back(item);
-    if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
-    tensor_bytes_ += form.bytes;
+    if (!add_plain(python.list_item(list, index), &form)) return false;
   }
   return true;
 }
 
 bool Packer::gather(const Python& python, void* dict, const Form& known, Piece head) {
-  if (is_held_) return false;
-  python_ = &python;
-  pieces_.assign(1, head);
-  heads_ = 1;
-  head_bytes_ = head.bytes;
-  tensor_bytes_ = 0;
-  long_.clear();
-  seen_.clear();
-  if (type_of(python, dict) != python.dict || python.dict_size(dict) != known.entries) return false;
+  if (!begin_known(python, head) || type_of(python, dict) != python.dict) return false;
+  if (python.dict_size(dict) != known.entries) return false;
   const std::int64_t* at = known.layout;
   const std::int64_t* const end = at + known.words;
   for (std::int64_t index = 0; index < known.count; ++index) {
     TensorForm form{};
-    void* const item = python.dict_item(dict, python.tuple_item(known.keys, index));
-    if (item == nullptr || !is_among(type_of(python, item), python.others, python.other_count)) return false;
-    if (!describe(python, item, &form) || end - at < 2 + form.dims || at[0] != form.dtype || at[1] != form.dims)
-      return false;
+    if (!add_plain(python.dict_item(dict, python.tuple_item(known.keys, index)), &form)) return false;
+    if (end - at < 2 + form.dims || at[0] != form.dtype || at[1] != form.dims) return false;
     if (!std::equal(form.sizes, form.sizes + form.dims, at + 2)) return false;
     at += 2 + form.dims;
-    seen_.push_back(item);
-    if (form.bytes != 0) pieces_.push_back({form.data, form.bytes});
-    tensor_bytes_ += form.bytes;
   }
   return at == end;
 }
@@ -214,8 +211,8 @@ bool Packer::value(void* object, int depth) {
     return tagged(body_, 0xcb, bits, 8);
   }
   if (type == python.bytes_type) {
-    const auto size = static_cast<std::size_t>(python.bytes_size(object));
-    return sized(body_, size, 0, 0, 0xc4, 0xc5) && content(object, python.bytes(object), size);
+    const auto size = static_cast<std::size_t>(calling.bytes_size(object));
+    return sized(body_, size, 0, 0, 0xc4, 0xc5) && content(object, calling.as_bytes(object), size);
   }
   return is_among(type, python.others, python.other_count) && tensor(object, false);
 }

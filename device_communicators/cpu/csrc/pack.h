@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "calling.h"
 #include "queue.h"
 
 namespace parallel_state {
@@ -27,10 +28,9 @@ struct TensorForm {
   const std::int64_t* sizes;
 };
 
-// Set by `plain_tree.py`.
+// Set by `plain_tree.py`; beside `Calling`.
 struct Python {
   void* (*type_of)(void*);  // a new reference
-  void (*let_go)(void*);
   std::ptrdiff_t (*list_size)(void*);
   void* (*list_item)(void*, std::ptrdiff_t);                 // borrowed
   int (*dict_next)(void*, std::ptrdiff_t*, void**, void**);  // borrowed
@@ -48,8 +48,6 @@ struct Python {
   const char* (*utf8)(void*, std::ptrdiff_t*);  // kept by the object
   long long (*integer)(void*, int*);
   double (*number)(void*);
-  std::ptrdiff_t (*bytes_size)(void*);
-  const char* (*bytes)(void*);
   void (*forget_error)();
   const void* str_type;
   const void* int_type;
@@ -65,10 +63,7 @@ struct Python {
   void* (*tuple_item)(void*, std::ptrdiff_t);  // borrowed
   void* (*dict_item)(void*, void*);            // borrowed; null without an error
   int depth;
-  void (*hold)(void*);
   void* (*make_text)(const char*, std::ptrdiff_t, const char*);
-  void* (*make_bytes)(const char*, std::ptrdiff_t);
-  void* (*make_integer)(long long);
   void* (*make_unsigned)(unsigned long long);
   void* (*make_number)(double);
   void* (*make_list)(std::ptrdiff_t);
@@ -88,7 +83,7 @@ struct Python {
 
   void* keep(const void* object) const {
     void* const kept = const_cast<void*>(object);
-    hold(kept);
+    calling.hold(kept);
     return kept;
   }
 };
@@ -155,6 +150,8 @@ class Packer {
   std::uint64_t tensor_bytes() const { return tensor_bytes_; }
 
  private:
+  bool begin_known(const Python& python, Piece head);
+  bool add_plain(void* item, TensorForm* form);
   bool value(void* object, int depth);
   bool list(void* object, int depth);
   bool dict(void* object, int depth);

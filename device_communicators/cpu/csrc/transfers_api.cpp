@@ -33,12 +33,6 @@ void* unlocked(Function function) {
   return has_memory ? calling.make_integer(outcome) : calling.no_memory();
 }
 
-std::shared_ptr<Transfers> shared(void* integer) {
-  return *static_cast<std::shared_ptr<Transfers>*>(pointer_of(integer));
-}
-
-double seconds_of(void* us) { return static_cast<double>(number_of(us)) / 1e6; }
-
 // A rank that left on purpose isn't lost: its data may still arrive, and then its connection ends.
 class GroupLosses final : public Losses {
  public:
@@ -63,10 +57,16 @@ void* opened(Made made) {
 
 // The transfer keeps `owner`.
 TransferCall call_of(void* const* given, void* owner) {
-  const auto integer = [given](int at) { return static_cast<int>(number_of(given[at])); };
   calling.hold(owner);
-  return {integer(2),          integer(1), integer(3), integer(4), pointer_of(given[5]),
-          number_of(given[6]), 0,          &kPython,   owner};
+  return {int_of(given[2]),
+          int_of(given[1]),
+          int_of(given[3]),
+          int_of(given[4]),
+          pointer_of(given[5]),
+          number_of(given[6]),
+          0,
+          &kPython,
+          owner};
 }
 
 }  // namespace
@@ -167,7 +167,7 @@ int ps_transfers_close(void* transfers) { return transfers_of(transfers).close()
 void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 8) return nullptr;
   const TransferCall call = call_of(given, given[7]);
-  const std::shared_ptr<Transfers> transfers = shared(given[0]);
+  const auto transfers = shared<Transfers>(given[0]);
   return unlocked([&] { return transfers->start(call, false); });
 }
 
@@ -175,7 +175,7 @@ void* ps_transfers_starting(void*, void* const* given, std::ptrdiff_t count) {
 void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 9) return nullptr;
   const TransferCall call = call_of(given, given[7]);
-  const std::shared_ptr<Transfers> transfers = shared(given[0]);
+  const auto transfers = shared<Transfers>(given[0]);
   const double timeout_s = seconds_of(given[8]);
   return unlocked([&]() -> std::int64_t { return transfers->run(call, timeout_s); });
 }
@@ -183,7 +183,7 @@ void* ps_transfers_running(void*, void* const* given, std::ptrdiff_t count) {
 // Timeout in us. If a signal handler ends the wait, the transfer continues, unless all transfers end together.
 void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 3) return nullptr;
-  const std::shared_ptr<Transfers> transfers = shared(given[0]);
+  const auto transfers = shared<Transfers>(given[0]);
   const std::uint64_t number = number_of(given[1]);
   const double timeout_s = seconds_of(given[2]);
   return unlocked([&]() -> std::int64_t {
@@ -195,7 +195,7 @@ void* ps_transfers_waiting(void*, void* const* given, std::ptrdiff_t count) {
 
 void* ps_transfers_done(void*, void* const* given, std::ptrdiff_t count) {
   if (count != 2) return nullptr;
-  const std::shared_ptr<Transfers> transfers = shared(given[0]);
+  const auto transfers = shared<Transfers>(given[0]);
   const std::uint64_t number = number_of(given[1]);
   return unlocked([&]() -> std::int64_t { return transfers->is_done(number) ? 1 : 0; });
 }

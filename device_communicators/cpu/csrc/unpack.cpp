@@ -141,7 +141,7 @@ void* Unpacker::build(Tensors& tensors) {
   items_left_ = static_cast<std::uint64_t>(end_ - at_);
   void* const made = value(python_->depth, nullptr);
   if (made != nullptr && at_ == end_) return made;
-  if (made != nullptr) python_->let_go(made);
+  if (made != nullptr) calling.let_go(made);
   python_->forget_error();
   return nullptr;
 }
@@ -150,8 +150,8 @@ void* Unpacker::value(int depth, void* key) {
   const Python& python = *python_;
   if (at_ == end_) return nullptr;
   const std::uint8_t tag = *at_++;
-  if (tag <= 0x7f) return python.make_integer(tag);
-  if (tag >= 0xe0) return python.make_integer(static_cast<std::int8_t>(tag));
+  if (tag <= 0x7f) return calling.make_integer(tag);
+  if (tag >= 0xe0) return calling.make_integer(static_cast<std::int8_t>(tag));
   if (tag >= 0xa0 && tag <= 0xbf) return text(tag & 0x1f);
   std::uint64_t found = 0;
   switch (tag) {
@@ -171,10 +171,10 @@ void* Unpacker::value(int depth, void* key) {
     case 0xcd:
     case 0xce:
     case 0xcf: return number(1 << (tag - 0xcc), &found) ? python.make_unsigned(found) : nullptr;
-    case 0xd0: return number(1, &found) ? python.make_integer(static_cast<std::int8_t>(found)) : nullptr;
-    case 0xd1: return number(2, &found) ? python.make_integer(static_cast<std::int16_t>(found)) : nullptr;
-    case 0xd2: return number(4, &found) ? python.make_integer(static_cast<std::int32_t>(found)) : nullptr;
-    case 0xd3: return number(8, &found) ? python.make_integer(static_cast<std::int64_t>(found)) : nullptr;
+    case 0xd0: return number(1, &found) ? calling.make_integer(static_cast<std::int8_t>(found)) : nullptr;
+    case 0xd1: return number(2, &found) ? calling.make_integer(static_cast<std::int16_t>(found)) : nullptr;
+    case 0xd2: return number(4, &found) ? calling.make_integer(static_cast<std::int32_t>(found)) : nullptr;
+    case 0xd3: return number(8, &found) ? calling.make_integer(static_cast<std::int64_t>(found)) : nullptr;
     case 0xd6: return tensor(key);
     case 0xd9:
     case 0xda:
@@ -197,7 +197,7 @@ void* Unpacker::bytes(std::uint64_t bytes) {
   if (bytes > static_cast<std::uint64_t>(end_ - at_)) return nullptr;
   const auto* const data = reinterpret_cast<const char*>(at_);
   at_ += bytes;
-  return python_->make_bytes(data, static_cast<std::ptrdiff_t>(bytes));
+  return calling.make_bytes(data, static_cast<std::ptrdiff_t>(bytes));
 }
 
 void* Unpacker::list(std::uint64_t size, int depth) {
@@ -207,7 +207,7 @@ void* Unpacker::list(std::uint64_t size, int depth) {
   for (std::uint64_t index = 0; made != nullptr && index < size; ++index) {
     void* const item = value(depth, nullptr);
     if (item == nullptr || python_->set_item(made, static_cast<std::ptrdiff_t>(index), item) != 0) {
-      python_->let_go(made);
+      calling.let_go(made);
       return nullptr;
     }
   }
@@ -228,11 +228,11 @@ void* Unpacker::dict(std::uint64_t size, int depth) {
     void* const key = is_text || (is_number && !large) ? value(0, nullptr) : nullptr;
     void* const item = key == nullptr ? nullptr : value(depth, outermost ? key : nullptr);
     done = item != nullptr && python.set_key(made, key, item) == 0;
-    if (item != nullptr) python.let_go(item);
-    if (key != nullptr) python.let_go(key);
+    if (item != nullptr) calling.let_go(item);
+    if (key != nullptr) calling.let_go(key);
   }
   if (done || made == nullptr) return made;
-  python.let_go(made);
+  calling.let_go(made);
   return nullptr;
 }
 
