@@ -260,11 +260,6 @@ int ps_compare(std::uint64_t group, std::uint64_t word, std::uint64_t shape) {
   return with(group, word, shape, &Group::compare);
 }
 
-int ps_announce(std::uint64_t group, std::uint64_t word, std::uint64_t shape, int src, std::int64_t spin_ns) {
-  return with(group, word, shape,
-              [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); });
-}
-
 void* ps_entering(void*, void* const* given, std::ptrdiff_t count) {
   return count == 1 ? calling.make_integer(ps_group_enter(number_of(given[0]))) : nullptr;
 }
@@ -274,7 +269,8 @@ void* ps_announcing(void*, void* const* given, std::ptrdiff_t count) {
   const std::uint64_t group = number_of(given[0]), word = number_of(given[1]), shape = number_of(given[2]);
   const auto src = static_cast<int>(number_of(given[3]));
   const auto spin_ns = static_cast<std::int64_t>(number_of(given[4]));
-  return calling.make_integer(without_lock([=] { return ps_announce(group, word, shape, src, spin_ns); }));
+  const auto announce = [=](Group& self, double timeout_s) { return self.announce(src, timeout_s, spin_ns); };
+  return calling.make_integer(without_lock([&] { return with(group, word, shape, announce); }));
 }
 
 void* ps_exiting(void*, void* const* given, std::ptrdiff_t count) {
@@ -363,14 +359,6 @@ int ps_scatter(std::uint64_t group, std::uint64_t word, std::uint64_t shape, voi
 int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out, const void* in,
                   const std::size_t* out_bytes, const std::size_t* in_bytes) {
   return with(group, word, shape, &Group::all_to_all, out, in, out_bytes, in_bytes);
-}
-
-int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out,
-                               void* residual_out, const void* in, const void* residual, const void* weight,
-                               std::size_t rows, std::size_t hidden, float eps, int dtype) {
-  const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
-  return with(group, word, shape,
-              [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
 }
 
 int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,

@@ -126,10 +126,8 @@ void Handle::set_arenas(void* const* first_pages, std::size_t bytes, int descrip
 }
 
 Windows* Handle::windows_of(int rank) const {
-  if (hosts_ == nullptr) return arena_of(rank);
-  const std::vector<int>& here = hosts_->local_ranks();
-  const auto found = std::find(here.begin(), here.end(), rank);
-  return found == here.end() ? nullptr : arena_of(static_cast<int>(found - here.begin()));
+  const int place = hosts_ == nullptr ? rank : hosts_->place_of(rank);
+  return place < 0 ? nullptr : arena_of(place);
 }
 
 void Handle::note(Status status, double elapsed_s) {

@@ -78,13 +78,13 @@ bool calls_are_measured();
 // Accurate to a few ms, at a fifth of the exact clock's cost.
 double coarse_now_s();
 
-class Handle {
+class Handle final : public Losses {
  public:
   static std::size_t segment_bytes(int size) { return ends_offset(size) + sizeof(ReportedEnds); }
 
   // Owns `memory`, a mapping of `bytes`; null: private memory, for a rank alone on its host.
   Handle(void* memory, std::size_t bytes, int rank, int size, WaitPolicy policy, double timeout_s);
-  ~Handle();
+  ~Handle() override;
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
@@ -147,7 +147,7 @@ class Handle {
   HostsGroup* hosts() const { return hosts_.get(); }
 
   void listen_to(const std::shared_ptr<control::EndListeners>& source, std::vector<int> ranks, std::vector<int> domain);
-  Loss loss(int rank) const;
+  Loss loss(int rank) const override;
   void leave_group();
   void fail(int status, int suspect);
   bool has_left(int rank) const;

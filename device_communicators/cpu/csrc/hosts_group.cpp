@@ -38,31 +38,6 @@ void read_failure(Link& link) {
 
 }  // namespace
 
-class HostsGroup::Listener final : private control::EndListener {
- public:
-  Listener(HostsGroup* group, std::shared_ptr<control::EndListeners> source, std::vector<int> ranks)
-      : group_(*group), source_(std::move(source)), ranks_(std::move(ranks)) {
-    source_->add(this);
-  }
-  ~Listener() { source_->remove(this); }
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
-
- private:
-  void on_end(int global_rank, bool died) noexcept override {
-    const auto rank = static_cast<std::size_t>(std::find(ranks_.begin(), ranks_.end(), global_rank) - ranks_.begin());
-    if (rank >= ranks_.size() || static_cast<int>(rank) == group_.rank_) return;
-    // Release: a wait that reads any_died_ also reads which rank died.
-    (*group_.ended_)[rank].store(died ? kDied : kLeft, std::memory_order_release);
-    if (died) group_.any_died_.store(true, std::memory_order_release);
-    wake_progress();
-  }
-
-  HostsGroup& group_;
-  const std::shared_ptr<control::EndListeners> source_;
-  const std::vector<int> ranks_;
-};
-
 char* HostsGroup::Scratch::take(std::size_t bytes) {
   if (bytes > bytes_) {
     memory_.reset();
@@ -100,8 +75,7 @@ HostsGroup::HostsGroup(HostGroup& local, GroupLiveness& liveness, int rank, std:
   for (const auto& ranks : ranks_) order_.insert(order_.end(), ranks.begin(), ranks.end());
   is_in_order_ = std::is_sorted(order_.begin(), order_.end());
   host_ = host_of_rank_[static_cast<std::size_t>(rank)];
-  const auto& own = local_ranks();
-  place_ = static_cast<int>(std::find(own.begin(), own.end(), rank) - own.begin());
+  place_ = place_of(rank);
   const bool is_even =
       std::all_of(ranks_.begin(), ranks_.end(), [&](const auto& ranks) { return ranks.size() == ranks_[0].size(); });
   has_lanes_ = meshed && hosts_ != size_ && is_even;
@@ -121,7 +95,13 @@ HostsGroup::~HostsGroup() {
 }
 
 void HostsGroup::listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks) {
-  listener_ = std::make_unique<Listener>(this, std::move(source), std::move(ranks));
+  const auto note = [this](int rank, int, bool died) {
+    if (rank >= size_ || rank == rank_) return;
+    // Release: a wait that reads any_died_ also reads which rank died.
+    (*ended_)[static_cast<std::size_t>(rank)].store(died ? kDied : kLeft, std::memory_order_release);
+    if (died) any_died_.store(true, std::memory_order_release);
+  };
+  listener_ = std::make_unique<EndWatch>(std::move(source), std::move(ranks), note);
 }
 
 void HostsGroup::stop_listening() { listener_.reset(); }

@@ -14,7 +14,6 @@
 #include <memory>
 #include <vector>
 
-#include "../../control/csrc/end_listeners.h"
 #include "connections.h"
 #include "host_group.h"
 #include "taker.h"
@@ -38,6 +37,7 @@ class HostsGroup final : public Group {
   int local_size() const { return static_cast<int>(ranks_[static_cast<std::size_t>(host_)].size()); }
   const std::vector<int>& local_ranks() const { return ranks_[static_cast<std::size_t>(host_)]; }
   bool is_here(int rank) const { return host_of_rank_[static_cast<std::size_t>(rank)] == host_; }
+  int place_of(int rank) const;  // -1: on another host
   Connections& connections() { return *connections_; }
 
   Status barrier(double timeout_s) override;
@@ -65,7 +65,6 @@ class HostsGroup final : public Group {
   Status blame_dead();
 
  private:
-  class Listener;
   static constexpr int kTurns = 4;
   enum End : std::uint8_t { kAlive, kLeft, kDied };
 
@@ -90,7 +89,6 @@ class HostsGroup final : public Group {
   std::uint8_t end_of(int rank) const {
     return (*ended_)[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
   }
-  int place_of(int rank) const;  // -1: on another host
   int at(int host) const { return ranks_[static_cast<std::size_t>(host)][0]; }
   const std::vector<int>& ranks_of(int host) const { return ranks_[static_cast<std::size_t>(host)]; }
   bool is_lead() const { return place_ == 0; }
@@ -175,7 +173,7 @@ class HostsGroup final : public Group {
 
   std::unique_ptr<std::vector<std::atomic<std::uint8_t>>> ended_;
   std::atomic<bool> any_died_{false};
-  std::unique_ptr<Listener> listener_;
+  std::unique_ptr<EndWatch> listener_;
 
   std::int64_t deadline_ns_ = 0, waits_until_ns_ = 0;
   std::int64_t noticed_ns_ = 0;

@@ -3,55 +3,37 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../control/csrc/end_listeners.h"
-
 namespace parallel_state {
 
-class GroupLiveness::Listener final : private control::EndListener {
- public:
-  Listener(GroupLiveness* group, std::shared_ptr<control::EndListeners> source, std::vector<int> ranks,
-           std::vector<int> domain)
-      : group_(*group), source_(std::move(source)), ranks_(std::move(ranks)), domain_(std::move(domain)) {
-    source_->add(this);
-  }
-  ~Listener() { source_->remove(this); }
-  Listener(const Listener&) = delete;
-  Listener& operator=(const Listener&) = delete;
+EndWatch::EndWatch(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, OnEnd on_end)
+    : source_(std::move(source)), ranks_(std::move(ranks)), on_end_(std::move(on_end)) {
+  source_->add(this);
+}
 
- private:
-  struct Wake {
-    ~Wake() { wake_progress(); }
-  };
-  void on_end(int rank, bool died) noexcept override {
-    const auto index = static_cast<int>(std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin());
-    const Wake wake;
-    if (index == group_.me_) {  // not reported to peers
-      if (died) group_.doom();
-      return;
-    }
-    ReportedEnds& ends = *group_.ends_;
-    // Release: a wait that reads the bit also sees all that the rank published before.
-    if (index < group_.size_) {
-      (died ? ends.died : ends.left).fetch_or(std::uint64_t{1} << index, std::memory_order_release);
-    }
-    if (died && std::binary_search(domain_.begin(), domain_.end(), rank)) {
-      ends.doomed.store(1, std::memory_order_release);  // after the bit, so that waits can name the rank
-    }
-  }
+EndWatch::~EndWatch() { source_->remove(this); }
 
-  GroupLiveness& group_;
-  const std::shared_ptr<control::EndListeners> source_;
-  const std::vector<int> ranks_, domain_;
-};
+void EndWatch::on_end(int global_rank, bool died) noexcept {
+  on_end_(static_cast<int>(std::find(ranks_.begin(), ranks_.end(), global_rank) - ranks_.begin()), global_rank, died);
+  wake_progress();
+}
 
 GroupLiveness::GroupLiveness(Member* members, ReportedEnds* ends, int size, int me)
     : members_(members), ends_(ends), size_(size), me_(me) {}
 
-GroupLiveness::~GroupLiveness() = default;
-
 void GroupLiveness::listen_to(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks,
                               std::vector<int> domain) {
-  listener_ = std::make_unique<Listener>(this, std::move(source), std::move(ranks), std::move(domain));
+  const auto note = [this, domain = std::move(domain)](int rank, int global_rank, bool died) {
+    if (rank == me_) {  // not reported to peers
+      if (died) doom();
+      return;
+    }
+    // Release: a wait that reads the bit also sees all that the rank published before.
+    if (rank < size_) (died ? ends_->died : ends_->left).fetch_or(std::uint64_t{1} << rank, std::memory_order_release);
+    if (died && std::binary_search(domain.begin(), domain.end(), global_rank)) {
+      ends_->doomed.store(1, std::memory_order_release);  // after the bit, so that waits can name the rank
+    }
+  };
+  listener_ = std::make_unique<EndWatch>(std::move(source), std::move(ranks), note);
 }
 
 void GroupLiveness::stop_listening() { listener_.reset(); }

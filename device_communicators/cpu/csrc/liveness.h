@@ -4,18 +4,34 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
+#include "../../control/csrc/end_listeners.h"
 #include "call.h"
 #include "progress.h"
 #include "wait.h"
 
 namespace parallel_state {
 
-namespace control {
-class EndListeners;
-}
+// Calls `on_end` in the control plane's thread. `rank`: its index in `ranks`; their number for another rank.
+class EndWatch final : private control::EndListener {
+ public:
+  using OnEnd = std::function<void(int rank, int global_rank, bool died)>;
+
+  EndWatch(std::shared_ptr<control::EndListeners> source, std::vector<int> ranks, OnEnd on_end);
+  ~EndWatch();
+  EndWatch(const EndWatch&) = delete;
+  EndWatch& operator=(const EndWatch&) = delete;
+
+ private:
+  void on_end(int global_rank, bool died) noexcept override;
+
+  const std::shared_ptr<control::EndListeners> source_;
+  const std::vector<int> ranks_;
+  const OnEnd on_end_;
+};
 
 struct alignas(64) Member {
   std::atomic<std::uint32_t> has_left{0};
@@ -58,7 +74,6 @@ class Losses : public Liveness {
 class GroupLiveness final : public Losses {
  public:
   GroupLiveness(Member* members, ReportedEnds* ends, int size, int me);
-  ~GroupLiveness();
   GroupLiveness(const GroupLiveness&) = delete;
   GroupLiveness& operator=(const GroupLiveness&) = delete;
 
@@ -81,7 +96,6 @@ class GroupLiveness final : public Losses {
   }
 
  private:
-  class Listener;
   bool has_died(int rank) const;
 
   Member* const members_;
@@ -89,7 +103,7 @@ class GroupLiveness final : public Losses {
   const int size_;
   const int me_;
   std::atomic<bool> doomed_{false};
-  std::unique_ptr<Listener> listener_;
+  std::unique_ptr<EndWatch> listener_;
 };
 
 }  // namespace parallel_state

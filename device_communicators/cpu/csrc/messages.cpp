@@ -263,15 +263,10 @@ std::int64_t start_message(Served& served, Transfers& transfers, ToOne to, const
   const std::uint64_t tensor_bytes = bytes_of(message.tensors), head_bytes = message.head_bytes;
   const std::uint64_t bytes = std::max(kFrameBytes, head_bytes) + tensor_bytes;
   const RecordedTransfer transfer{served, to.counted(), to.rank, to.method};
-  std::int64_t number = transfers.start(
-      {to.rank, 1, transfers.message_tag(), kMessageDtype, nullptr, head_bytes + tensor_bytes, 0, user, self, &message},
-      waits);
-  if (number > 0 && waits) {
-    const auto sent = static_cast<Transfers::Number>(number);
-    const int how = transfers.wait(sent, served.handle().timeout_s(), true);
-    if (how == kInterruptedTransfer) transfers.break_off(sent);
-    number = how == kEndedTransfer ? kDoneTransfer : kRefusedTransfer;
-  }
+  const TransferCall call{
+      to.rank, 1, transfers.message_tag(), kMessageDtype, nullptr, head_bytes + tensor_bytes, 0, user, self, &message};
+  const bool ends = waits && transfers.run(call, served.handle().timeout_s()) == kEndedTransfer;
+  const std::int64_t number = !waits ? transfers.start(call, false) : ends ? kDoneTransfer : kRefusedTransfer;
   if (number == kDoneTransfer) {
     served.end(transfer.record(), to.counted(), bytes);
   } else if (number > 0) {

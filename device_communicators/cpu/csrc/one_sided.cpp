@@ -10,18 +10,6 @@
 
 namespace parallel_state {
 
-class SharedWindow::Alive final : public Liveness {
- public:
-  explicit Alive(const Handle& handle) : handle_(handle) {}
-  bool is_alive(int rank) const override {
-    const Loss found = handle_.loss(rank);
-    return found.rank < 0 && found.reporter < 0;
-  }
-
- private:
-  const Handle& handle_;
-};
-
 SharedWindow::SharedWindow(std::uint64_t group, std::shared_ptr<Handle> handle, const WindowPart& part,
                            const void* data)
     : group_(group),
@@ -207,7 +195,6 @@ Status SharedWindow::wait_signal(int src, double timeout_s, Refusal* refusal) {
   if (from.memory == nullptr) {
     return ended(streams_->take_signal(src, number_of(rank_), timeout_s), "wait_signal", src, refusal);
   }
-  const Alive alive(*handle_);
   Deadline deadline;
   deadline.set(timeout_s);
   for (;;) {
@@ -217,7 +204,7 @@ Status SharedWindow::wait_signal(int src, double timeout_s, Refusal* refusal) {
       continue;
     }
     if (timeout_s <= 0) return Status::kTimedOut;
-    switch (wait_for(*from.from, taken + 1, handle_->wait_policy(), deadline, alive, src)) {
+    switch (wait_for(*from.from, taken + 1, handle_->wait_policy(), deadline, *handle_, src)) {
       case WaitResult::kReached: break;
       case WaitResult::kTimedOut: return Status::kTimedOut;
       case WaitResult::kInterrupted: return Status::kInterrupted;

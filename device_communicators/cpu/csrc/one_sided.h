@@ -62,7 +62,6 @@ class SharedWindow {
     std::uint64_t sent = 0;
     std::atomic<std::uint64_t> taken{0};
   };
-  class Alive;
 
   std::shared_ptr<char> allocate(std::size_t bytes);
   Status check(int rank, const char* call, bool maps, Refusal* refusal) const;
