@@ -73,6 +73,6 @@ def test_exported_programs_run_and_decompose(pools: Callable[[int], WorkerPool],
 
 @pytest.mark.slow
 def test_exported_programs_compile_ahead_of_time(tmp_path: Path) -> None:
-    """In one process, because other ranks' calls would time out during a minute of compiling."""
+    """Runs in one process: other ranks' calls would time out during a minute of compiling."""
     with ps.simulate(0, 2, tensor_model_parallel_size=2).use():
         _exported_body(False, str(tmp_path))

@@ -724,7 +724,7 @@ def _interrupted(what: str) -> list[Outcome]:
 
 @pytest.mark.parametrize("what", ["recv", "all_reduce", "broadcast_object"])
 def test_ctrl_c_ends_the_group_over_hosts(hosts: Hosts, what: str) -> None:
-    """Otherwise the next receive would get the message of the interrupted receive."""
+    """The group ends, because the next receive would get the message of the interrupted receive."""
     with hosts.ranks((0, 1, 1) if what == "all_reduce" else (0, 0, 1, 1), PARALLEL_STATE_TIMEOUT_S="30") as ranks:
         told = ranks.run(_interrupted, what, timeout_s=60.0)
     assert told[0][0].kind in ("GroupFailedError", "CommunicationError"), told

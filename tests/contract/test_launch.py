@@ -206,7 +206,7 @@ def told_on(lists: tuple[list[int], ...]) -> str:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no processes")
 @pytest.mark.parametrize("few", [0, 1])
 def test_ranks_that_may_use_different_cores_share_none(name, few):
-    """Otherwise each rank takes a share of its own cores, and the one with too few fails alone."""
+    """The ranks compare their cores. Otherwise each would take a share of its own, and one with too few fails alone."""
     usable = two_cores()[:2]
     lists = tuple(usable[:1] if each == few else usable for each in range(2))
     for told in launch(told_on, 2, args=(lists,), env={"PARALLEL_STATE_CORES": "share"}, name=name, timeout=DEADLINE_S):

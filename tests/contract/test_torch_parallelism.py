@@ -195,7 +195,7 @@ def _distributed_tensors() -> dict[str, Any]:
 
 
 def _shard(x: torch.Tensor, parts: int, at: int, dim: int) -> torch.Tensor:
-    """As DTensor cuts: chunk sizes are rounded up, and the last chunks can be empty."""
+    """Returns a rank's chunk as DTensor cuts: sizes are rounded up, and the last chunks can be empty."""
     chunks = x.chunk(parts, dim)
     return chunks[at] if at < len(chunks) else x.narrow(dim, 0, 0)
 

@@ -243,7 +243,7 @@ def test_a_rank_that_leaves_and_exits_is_told_as_left(pool: Ranks, hosts: list[i
 
 
 def test_a_rank_may_leave_before_others_have_joined(pool: Ranks) -> None:
-    """It notes in its shared memory that it left. This memory remains until all ranks of its host have opened it."""
+    """The rank notes in its shared memory that it left. It remains until all ranks of the host have opened it."""
     party = Party(pool, ONE)
     party.join(only=[0])
     party.begin(0, _leave_and_exit)

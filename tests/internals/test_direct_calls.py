@@ -351,5 +351,5 @@ def test_groups_and_arguments_that_are_left_to_the_op(pools: Pools) -> None:
 
 
 def test_it_finds_what_it_needs_of_python_and_torch() -> None:
-    """Without these, every call would silently take the slow path."""
+    """Without these offsets in Python's and torch's objects, every call would silently take the slow path."""
     assert type_at() and tensor_at() and find_wrap()

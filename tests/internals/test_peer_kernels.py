@@ -151,7 +151,7 @@ def test_a_kernel_that_does_too_little_is_never_timed(
 
 
 def test_a_kernel_that_waits_ends_the_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a rewind, rank 0 is an epoch ahead: it aborts, and on a GPU CUDA would be lost."""
+    """If the epoch isn't reset, rank 0 waits for its peers until the deadline. On a GPU, CUDA would be lost."""
     monkeypatch.setattr(peer_kernels_ranks, "DEADLINE_S", 0.1)
     monkeypatch.setattr(Regions, "rewind", lambda self, blocks, members: None)
     assert peer_kernels.main([*FEW, "--sizes", "1024"]) == 1

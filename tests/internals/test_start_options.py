@@ -16,7 +16,7 @@ from tests.internals.faults import met_alone
 
 @pytest.mark.parametrize("high", [False, True])
 def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyPatch, high: bool) -> None:
-    """This build has no NCCL, so it checks the request to torch."""
+    """This build of torch has no NCCL, so the test checks the request to torch."""
     asked: list[Any] = []
 
     class Options(SimpleNamespace):

@@ -38,7 +38,6 @@ def test_the_words_of_rows_and_of_messages() -> None:
 
 
 def test_shapes_of_as_many_elements_have_other_digests() -> None:
-    """With 24 bits, a million pairs would collide a few hundredths of a time."""
     by_numel: dict[int, list[UserCall]] = {}
     for shape in itertools.chain.from_iterable(itertools.product(range(1, 25), repeat=dims) for dims in (1, 2, 3)):
         by_numel.setdefault(math.prod(shape), []).append(UserCall("all_reduce", shape=shape))
