@@ -638,7 +638,7 @@ void Core::start_leading() {
     Watch& watch = watches_[domain] = Watch();
     watch.dial_at = now_ + (acts || (!follows && dials) ? 0 : after_death ? config_.tick : config_.patience);
     // The last lead published each longer silence.
-    watch.sign = watch.heard = follows ? now_ - unheard() : now_;
+    watch.sign = watch.heard = follows ? std::min(now_, watch.dial_at - unheard()) : now_;
     if (!silences_[domain].silent) continue;
     // A living domain gets `patience` to answer.
     watch.sign = watch.heard = std::max(silences_[domain].heard, now_ - config_.limit + config_.patience);
