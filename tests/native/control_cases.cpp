@@ -163,6 +163,15 @@ struct World {
     return frame(kind, from, writer.take());
   }
 
+  Bytes without_verdict(int from, const std::vector<int>& members, std::uint32_t seat, std::uint32_t ballot) {
+    std::vector<Proc> procs;
+    for (const int member : members) procs.push_back(proc_of(member));
+    Writer writer;
+    writer.number(digest_of(procs)).text("p").number(0U).number(seat).number(ballot).number(Nanos{0}).text("");
+    writer.number(0U).number(std::uint8_t{0});
+    return frame(FrameKind::kAnswer, from, writer.take());
+  }
+
   const Action* find(Action::Kind kind, int connection = -1) const {
     for (const Action& action : actions) {
       if (action.kind == kind && (connection < 0 || action.connection == connection)) return &action;
@@ -467,6 +476,19 @@ void a_verdict_of_wrong_size_is_malformed() {
   CHECK(world.find(Action::kVerdict) == nullptr && world.find(Action::kClose, 3) != nullptr);
 }
 
+void a_verdict_goes_where_the_value_came_from() {
+  // Rank 0 exited, so rank 1 dials rank 2 to ask it, while rank 2's value arrives over another connection.
+  World decider({1, 1, 1}, 1);
+  decider.accept(3, 2);
+  decider.call({0, 1, 2}, "p", kSecond);
+  decider.bytes(3, decider.value(2, {0, 1, 2}, "p", "x", 2));
+  decider.state(3, 2, proc_of(0), kExited);
+  CHECK(decider.sent(3, FrameKind::kAsk) != nullptr);
+  decider.answer(4, 2);
+  decider.bytes(4, decider.without_verdict(2, {0, 1, 2}, 2, 1));
+  CHECK(decider.sent(3, FrameKind::kVerdict) != nullptr);
+}
+
 void undecided_names_whom_the_decider_waits_for() {
   // Rank 0 exited. Rank 1 decides and waits for rank 2, so rank 3 must name rank 2.
   World decider({1, 1, 1, 1}, 1);
@@ -474,15 +496,7 @@ void undecided_names_whom_the_decider_waits_for() {
   decider.state(3, 3, proc_of(0), kExited);
   decider.call({0, 1, 2, 3}, "p", 4 * kSecond);
   decider.bytes(3, decider.value(3, {0, 1, 2, 3}, "p", "x", 3));
-  Bytes answer;
-  {
-    std::vector<Proc> procs{proc_of(0), proc_of(1), proc_of(2), proc_of(3)};
-    Writer writer;
-    writer.number(digest_of(procs)).text("p").number(0U).number(3U).number(1U).number(Nanos{0}).text("");
-    writer.number(0U).number(std::uint8_t{0});
-    answer = writer.take();
-  }
-  decider.bytes(3, decider.frame(FrameKind::kAnswer, 3, answer));
+  decider.bytes(3, decider.without_verdict(3, {0, 1, 2, 3}, 3, 1));
   decider.pass(1200 * kMillisecond);
   const Action* hint = decider.sent(3, FrameKind::kVerdict);
   CHECK(hint != nullptr);
@@ -1011,6 +1025,7 @@ const std::vector<std::pair<const char*, std::function<void()>>> kCases = {
     CASE(an_agreement_that_was_only_asked_about_is_forgotten),
     CASE(a_seat_of_another_opens_nothing),
     CASE(a_verdict_of_wrong_size_is_malformed),
+    CASE(a_verdict_goes_where_the_value_came_from),
     CASE(undecided_names_whom_the_decider_waits_for),
     CASE(a_refused_call_does_not_delay_the_watch),
     CASE(a_stopped_process_whose_kernel_answers_is_stopped),

@@ -170,7 +170,8 @@ void Core::take(int connection, FrameKind kind, Message* message, RoundEntry* en
   } else {
     round.seats.resize(round.members.size());
     Round::Seat& seat = round.seats[index];
-    seat.connection = connection;
+    // A member sends its value again if the connection of the value breaks.
+    if (kind != FrameKind::kAnswer || !seat.has_value) seat.connection = connection;
     if (kind == FrameKind::kValue) {
       round.values += seat.has_value ? 0 : 1;
       round.bytes += message->value.size();
