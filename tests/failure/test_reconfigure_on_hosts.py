@@ -6,7 +6,7 @@ import pytest
 
 from device_communicators.c10d import creation
 from tests.failure.changing import IS_THERE
-from tests.failure.test_reconfigure import _abort, _merge_and_split, check_abort, check_kills
+from tests.failure.test_reconfigure import _merge_and_split, check_abort, check_kills
 from tests.hosts import Hosts, problem
 
 pytestmark = [
@@ -27,7 +27,7 @@ def test_groups_merge_and_split_over_hosts(tmp_path: Path) -> None:
 
 def test_abort_ends_the_calls_of_all_hosts(tmp_path: Path) -> None:
     with Hosts(2) as hosts, hosts.ranks((0, 0, 1, 1)) as ranks:
-        check_abort(ranks.run(_abort, str(tmp_path)))
+        check_abort(ranks, tmp_path)
 
 
 def test_killed_ranks_are_replaced_over_hosts(tmp_path: Path) -> None:

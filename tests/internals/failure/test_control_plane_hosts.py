@@ -18,6 +18,7 @@ from tests.internals import control_ranks as ranks_of
 from tests.internals.control_ranks import Party, agree, leave
 
 BEAT_S, LIMIT_S = 0.3, 1.0
+AMPLE_S = 10.0
 TWO, THREE = (0, 0, 0, 1, 1, 1), (0, 0, 1, 1, 2, 2)
 ALL = list(range(6))
 
@@ -73,17 +74,21 @@ def test_all_ranks_of_a_host_are_killed_at_once(tmp_path: Path) -> None:
     assert_in_time(trial, tmp_path)
 
 
-def test_a_cut_network_is_told_on_both_sides() -> None:
-    with _party(TWO) as party:
-        party.made.link(1, up=False)
-        since_s = time.time()
-        for here, there in (([0, 1, 2], [3, 4, 5]), ([3, 4, 5], [0, 1, 2])):
-            took_s = party.latest(here, "unreachable", there, since_s, LIMIT_S + 2.0)
-            assert LIMIT_S * 0.5 < took_s < LIMIT_S + 1.5
-            for rank in here:
-                assert sorted(party.changes(rank)) == [("unreachable", each) for each in there]
-                (seen,) = party.each([rank], ranks_of.wait_for, [("unreachable", there[0])], 0.0)[rank]
-                assert seen.change.by in here
+def test_a_cut_network_is_told_on_both_sides(tmp_path: Path) -> None:
+    def trial(_: Path) -> float:
+        with _party(TWO) as party:
+            party.made.link(1, up=False)
+            since_s, took_s = time.time(), list[float]()
+            for here, there in (([0, 1, 2], [3, 4, 5]), ([3, 4, 5], [0, 1, 2])):
+                took_s.append(party.latest(here, "unreachable", there, since_s, AMPLE_S))
+                for rank in here:
+                    assert sorted(party.changes(rank)) == [("unreachable", each) for each in there]
+                    (seen,) = party.each([rank], ranks_of.wait_for, [("unreachable", there[0])], 0.0)[rank]
+                    assert seen.change.by in here
+            assert min(took_s) > LIMIT_S * 0.5
+            return max(took_s)
+
+    assert_in_time(trial, tmp_path, LIMIT_S + 1.5)
 
 
 @pytest.mark.parametrize("deaf", [0, 1], ids=["to the lower host", "to the higher host"])
@@ -95,16 +100,17 @@ def test_a_dead_direction_is_unreachable_and_not_stopped(deaf: int) -> None:
         sides = [[0, 1, 2], [3, 4, 5]]
         found = []
         for here, there in (sides, sides[::-1]):
-            # A host that still receives may first learn that the other one reports it as unreachable.
-            until_s = since_s + LIMIT_S + 2.5
+            # A host that still receives may learn, before or after, that the other one reports it as unreachable.
+            until_s = since_s + AMPLE_S
             while any(len(party.changes(rank)) < len(there) for rank in here) and time.time() < until_s:
                 time.sleep(0.05)
             for rank in here:
                 changes = [seen.change for seen in party.each([rank], ranks_of.seen_so_far)[rank]]
-                of, by = (sorted({getattr(each, name) for each in changes}) for name in ("rank", "by"))
                 assert {each.kind for each in changes} == {"unreachable"}
-                assert (of == there and set(by) <= set(here)) or (of == here and set(by) <= set(there)), changes
-                found.append(of == there)
+                own, others = ({each.rank for each in changes if each.by in by} for by in (here, there))
+                assert own <= set(there) and others <= set(here), changes
+                assert own == set(there) or others == set(here), changes
+                found.append(own == set(there))
         assert any(found), "one host at least has had no sign of the other"
 
 
@@ -134,36 +140,43 @@ def test_a_host_whose_ranks_hold_the_interpreter_lock_lives(placement: Sequence[
 
 
 @pytest.mark.parametrize("placement", [TWO, (0, 0, 1)], ids=["three ranks", "one rank"])
-def test_a_host_whose_ranks_are_stopped_is_told_as_stopped(placement: Sequence[int]) -> None:
+def test_a_host_whose_ranks_are_stopped_is_told_as_stopped(tmp_path: Path, placement: Sequence[int]) -> None:
     limit_s = 2.0
-    with _party(placement, limit_s=limit_s) as party:
-        stopped = [rank for rank in range(party.size) if placement[rank] == 1]
-        running = party.others(*stopped)
-        since_s = party.signal(signal.SIGSTOP, *stopped)
-        assert party.latest(running, "stopped", stopped, since_s, 5.0) < limit_s + 1.5
-        for rank in running:
-            assert sorted(party.changes(rank)) == [("stopped", each) for each in stopped]
+
+    def trial(_: Path) -> float:
+        with _party(placement, limit_s=limit_s) as party:
+            stopped = [rank for rank in range(party.size) if placement[rank] == 1]
+            running = party.others(*stopped)
+            since_s = party.signal(signal.SIGSTOP, *stopped)
+            took_s = party.latest(running, "stopped", stopped, since_s, AMPLE_S)
+            for rank in running:
+                assert sorted(party.changes(rank)) == [("stopped", each) for each in stopped]
+        return took_s
+
+    assert_in_time(trial, tmp_path, limit_s + 1.5)
 
 
-def test_ranks_of_all_hosts_leave() -> None:
-    with _party(THREE, limit_s=20.0) as party:
-        took_s = party.each(ALL, leave)
-        assert max(took_s.values()) < 1.0
-        assert {kind for rank in ALL for kind, _ in party.changes(rank)} <= {"left"}
+def test_ranks_of_all_hosts_leave(tmp_path: Path) -> None:
+    def trial(_: Path) -> float:
+        with _party(THREE, limit_s=20.0) as party:
+            took_s = party.each(ALL, leave)
+            assert {kind for rank in ALL for kind, _ in party.changes(rank)} <= {"left"}
+        return max(took_s.values())
+
+    assert_in_time(trial, tmp_path)
 
 
 def test_an_idle_world_and_its_end_take_few_packets() -> None:
     """Each lead sends a beat per second to each other lead, and TCP acknowledges it."""
     with _party(TWO, limit_s=20.0, beat_s=1.0) as party:
         time.sleep(0.5)
-        before = party.made.sent(0)[1]
+        since_s, before = time.monotonic(), party.made.sent(0)[1]
         time.sleep(5.0)
-        idle = party.made.sent(0)[1] - before
-        assert idle <= 5 * 3 + 5, f"{idle} packets in 5 s"
-        before = party.made.sent(0)[1]
+        at_end_s, at_end = time.monotonic(), party.made.sent(0)[1]
+        assert at_end - before <= (at_end_s - since_s) * 3 + 5, f"{at_end - before} packets in {at_end_s - since_s} s"
         party.each(ALL, leave)
-        at_end = party.made.sent(0)[1] - before
-        assert at_end <= 8 * 9, f"{at_end} packets at the end of 9 connections"
+        ended = party.made.sent(0)[1] - at_end - 3 * (time.monotonic() - at_end_s)
+        assert ended <= 8 * 9, f"{ended} packets at the end of 9 connections"
 
 
 def test_threads_and_descriptors_are_gone_after_a_cut() -> None:
