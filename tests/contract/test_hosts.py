@@ -819,11 +819,11 @@ def test_links_can_be_slow(hosts: Hosts) -> None:
         ranks.run(_send_once, 10, tp=3)
         hosts.limit(0, "40mbit")
         try:
-            slow = min(ranks.run(_send_once, 250_000, tp=3))
+            slow = min(min(ranks.run(_send_once, 250_000, tp=3)) for _ in range(2))
         finally:
             hosts.limit(0, None)
         assert 0.15 < slow < 2.0
-        assert max(ranks.run(_send_once, 250_000, tp=3)) < slow
+        assert min(max(ranks.run(_send_once, 250_000, tp=3)) for _ in range(5)) < slow
 
 
 def _send_while_another_thread_sends() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ SLACK_S = 6.0  # beyond a deadline, for a busy machine; a lost name look-up take
 START_S = 3.0
 IN_USE_S = 1.5
 AMPLE_S = 40.0
+_BLOCKS = itertools.count(os.getpid())
 
 RANK = "RANK"
 
@@ -41,15 +43,13 @@ def held_port(listen: bool = False) -> Iterator[int]:
 
 @contextmanager
 def free_ports(count: int) -> Iterator[str]:
-    with held_port() as held:
-        first = held + 1
-        while True:
-            with ExitStack() as tried, suppress(OSError, OverflowError):
-                for port in range(first, first + count):
-                    tried.enter_context(socket.create_server(("127.0.0.1", port)))
-                break
-            first += count
-        yield f"{first}-{first + count - 1}"
+    while True:
+        first = 11_000 + 64 * (next(_BLOCKS) % 300)  # the system gives connections ports from 32768 on
+        with ExitStack() as tried, suppress(OSError):
+            for port in range(first, first + count):
+                tried.enter_context(socket.create_server(("127.0.0.1", port)))
+            break
+    yield f"{first}-{first + count - 1}"
 
 
 @contextmanager

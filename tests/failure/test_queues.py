@@ -26,7 +26,9 @@ def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
             Path(folder, "1").write_text(repr(time.monotonic()), encoding="utf-8")
             kill_me()
         if group.rank != 0:
-            time.sleep(1.0)
+            until = time.monotonic() + DEADLINE_S / 2
+            while not Path(folder, "told").exists() and time.monotonic() < until:
+                time.sleep(0.01)
             return Outcome("ok", "", 0.0), 0.0
         x = torch.ones(4 * RING_BYTES // 4)
         outcome = {
@@ -36,7 +38,9 @@ def _reader_dies(way: str, folder: str) -> tuple[Outcome, float]:
             "an object": lambda: attempt(group.send_object, {"x": x}, 1),
             "a broadcast": lambda: attempt(lambda: [group.broadcast_object({"x": x}, 0) for _ in range(100)]),
         }[way]()
-        return outcome, time.monotonic()
+        at_s = time.monotonic()
+        Path(folder, "told").touch()
+        return outcome, at_s
 
 
 @pytest.mark.parametrize(
@@ -54,17 +58,15 @@ def test_row_33_the_reader_dies_with_the_ring_full(ranks: Ranks, tmp_path: Path,
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
-def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, int]:
+def _writer_dies(broadcast: bool) -> tuple[list[Outcome], float, int]:
     with world_over("shared memory") as group:
         group.barrier()
         whole, half = torch.arange(1000), torch.ones(8 * RING_BYTES)
         if group.rank == 0:
-            later(0.4, lambda: (Path(folder, "0").write_text(repr(time.monotonic()), encoding="utf-8"), kill_me()))
-            for x in (whole, half):
-                if broadcast:
-                    group.broadcast_object({"x": x}, 0)
-                else:
-                    group.send_object({"x": x}, 1)
+            send = group.broadcast_object if broadcast else group.send_object
+            send({"x": whole}, 0 if broadcast else 1)
+            later(0.4, kill_me)
+            send({"x": half}, 0 if broadcast else 1)
             time.sleep(DEADLINE_S)
         if group.rank > 1 and not broadcast:
             time.sleep(1.0)
@@ -80,8 +82,8 @@ def _writer_dies(broadcast: bool, folder: str) -> tuple[list[Outcome], float, in
 def test_row_34_the_writer_dies_in_the_middle_of_a_message(ranks: Ranks, tmp_path: Path, broadcast: bool) -> None:
     readers = (1, 2, 3) if broadcast else (1,)
 
-    def trial(folder: Path) -> float:
-        results = ranks.survivors(_writer_dies, broadcast, str(folder), timeout_s=DEADLINE_S)
+    def trial(_: Path) -> float:
+        results = ranks.survivors(_writer_dies, broadcast, timeout_s=DEADLINE_S)
         assert ranks.exit_code(0) == KILLED
         for rank in readers:
             (first, second, third), _, tensors = results[rank]

@@ -155,6 +155,7 @@ def _without_one(folder: str) -> str:
         late = _error(lambda: dist.shrink_group([3]))
         assert isinstance(late, CollectiveTimeoutError) and list(late.suspect_ranks) == [2], late
         tell(Path(folder), f"late-{rank}", "")
+        hear(Path(folder), f"late-{1 - rank}")
         started = time.monotonic()
         error = _error(lambda: dist.shrink_group([3]))
         assert isinstance(error, PeerDiedError) and 2 in error.suspect_ranks, error

@@ -38,7 +38,7 @@ def on_routes(values: Sequence[T]) -> list[tuple[T, str]]:
     return pairs if LONG else [pairs[2 * number + number % 2] for number in range(len(values))]
 
 
-DEADLINE_S = 40.0
+DEADLINE_S = 60.0
 
 
 def settings_of(route: str) -> dict[str, str | None]:

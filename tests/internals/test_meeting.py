@@ -31,7 +31,7 @@ from parallel_state.startup.interfaces import Address
 from parallel_state.startup.rendezvous import _Meeting
 from parallel_state.startup.stores import StoreWay
 
-SOON_S = 5.0
+SOON_S = 10.0
 AMPLE_S = 30.0
 
 

@@ -45,7 +45,7 @@ try:
 except native.NativeUnavailableError as error:
     pytest.skip(f"no compiled library: {error}", allow_module_level=True)
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 ANSWERED_BYTES = 64 << 10
 """`kAnsweredBytes` of csrc/streams.h."""
 SMALL, LARGE = 1000, 20 * ANSWERED_BYTES
@@ -151,7 +151,7 @@ def early_bytes(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def ranks(early_bytes: int) -> Iterator[tuple[Rank, Rank]]:
-    pair = _two(early_bytes=early_bytes, timeout_s=5.0)
+    pair = _two(early_bytes=early_bytes)
     yield pair
     for end in pair:
         end.close()
