@@ -1,5 +1,5 @@
-"""Runs one command. Imports only this command's module, because most commands don't need torch, whose import takes
-seconds.
+"""Runs one command of `python -m parallel_state`. Imports only that command's module, so that commands without torch
+start quickly.
 """
 
 from __future__ import annotations

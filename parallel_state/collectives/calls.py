@@ -1,7 +1,9 @@
-"""Runs a `GroupCoordinator`'s tensor calls that the fast path in C++ (`direct`) declined, and those in compiled code.
+"""Runs those tensor calls of a `GroupCoordinator` that are in compiled code or that the fast path in C++ (`direct`)
+declined.
 
-A function checks its arguments, and in a group of one rank returns at once. Otherwise it calls the registered op if
-compiled code or gradients need it, else the `Route`, which chooses a transport. `token`: see the module `ops`.
+A function checks its arguments, and in a group of one rank returns at once. Otherwise, in compiled code or with
+gradients, the function calls the registered op; else the `Route`, which chooses a transport. `token`: a tensor that
+keeps ops in order (see the module `ops`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def is_single_rank(route: Route) -> bool:
 
 
 def _is_single_rank_reducing(route: Route, operation: str, x: Tensor, op: str = "sum") -> bool:
-    """Returns True in a group of one rank. Before that, raises UnsupportedError if larger groups can't reduce `x`."""
+    """Raises UnsupportedError if a larger group couldn't reduce `x`. Else returns True if the group has one rank."""
     if not is_single_rank(route):
         return False
     if not is_dynamo_compiling():
@@ -55,7 +57,7 @@ def _is_single_rank_reducing(route: Route, operation: str, x: Tensor, op: str = 
 
 
 def _is_straight(x: Tensor) -> bool:
-    """Returns True if `x` can bypass torch's dispatcher, which takes 3 to 10 µs."""
+    """Returns True if `x` can bypass torch's dispatcher, which costs 3 to 10 µs."""
     return not is_dynamo_compiling() and DIRECT.straight(x) is x
 
 

@@ -33,7 +33,9 @@ Transfer: TypeAlias = tuple[str, Tensor, int]
 
 
 def must_hold(condition: Any) -> bool:
-    """Returns the condition. If its value is unknown during compilation, returns True, and compiled code checks it."""
+    """Returns `condition`. If torch.compile doesn't know its value, returns True, and the compiled code checks
+    `condition`.
+    """
     if not torch.compiler.is_compiling():
         return bool(condition)
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -53,7 +55,9 @@ def wrong(context: GroupContext, operation: str, name: str, must: str, found: st
 
 
 def check_tensor(context: GroupContext, operation: str, x: object, *, needs_values: bool = True) -> None:
-    """Raises unless `x` is a dense tensor. `needs_values`: refuses meta tensors, except in simulated or fake groups."""
+    """Raises unless `x` is a dense tensor. `needs_values`: also raises for meta tensors, except in simulated or fake
+    groups.
+    """
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(
             f"{operation} on {context} takes a torch.Tensor, but got a {type(x).__name__}; for other values use calls "

@@ -49,9 +49,9 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Has one C++ function for each op. Not for compiled code.
+    """Has a C++ function for each op, to be called outside compiled code.
 
-    A function returns the op's result, or NotImplemented: the caller must then call the registered op.
+    A function returns the op's result. If a function returns NotImplemented, the caller must call the registered op.
     """
 
     all_reduce: Callable[..., Any]

@@ -101,8 +101,8 @@ def _deferred_kernel(op: Any) -> Callable[..., None] | None:
     """Returns the kernel of `op` for lazily conjugated, negated or zeroed tensors (torch's DEFERRED_KEYS).
 
     The kernel computes the tensors' values, calls `op`, and copies results back into the arguments that `op` writes.
-    Torch's default kernel copies back only if `op` returns tensors. Returns None if that suffices, because `op` writes
-    only its `token`.
+    Torch's default kernel copies back only if `op` returns tensors. If `op` writes only its `token`, that kernel
+    suffices, and this function returns None.
     """
     infos = [(each.name, each.alias_info) for each in schema_of(op).arguments]
     written = [at for at, (name, info) in enumerate(infos) if info is not None and info.is_write and name != "token"]
@@ -142,7 +142,8 @@ def register(
     """Returns a decorator that registers a kernel as an op with the schema `(arguments) -> returns`.
 
     `fake`: the kernel for fake tensors. `autograd`: the autograd kernel, by default made from `formula`, which computes
-    the input's gradient. `advice`: what to use instead, for the error if the op would lose a gradient.
+    the input's gradient. `advice`: text of the error for inputs with a gradient that the op would lose; says what to
+    use instead.
     """
 
     def decorate(kernel: Kernel) -> Kernel:
@@ -166,7 +167,7 @@ def _in_fake_mode(
 
 
 class _Differentiable(SingleLevelFunction):
-    """The autograd function of an op. torch.func calls it once for each nested transform."""
+    """The autograd function of all ops. Nested torch.func transforms call it once for each level."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -395,7 +396,7 @@ def all_to_all(x: Tensor, token: Tensor, output_splits: Splits, input_splits: Sp
     """Sends rows of `x` to each rank, and returns the received rows. `token` orders the group's ops in a graph.
 
     `output_splits`: numbers of rows received from each rank. `input_splits`: numbers of rows sent to each rank. None
-    (equal numbers) is 1.5 µs faster than lists.
+    means equal numbers.
     """
     return find_route(group).run("all_to_all", x, x, *_splits(x, output_splits, input_splits, group))
 

@@ -1,6 +1,6 @@
 """The ops under `torch.vmap`: a collective runs once, on the whole batch.
 
-All ranks must map over the same number of samples.
+All ranks must have the same batch size.
 """
 
 from __future__ import annotations

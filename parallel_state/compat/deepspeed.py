@@ -1,7 +1,7 @@
 """A model-parallel unit for DeepSpeed 0.19: `deepspeed.initialize(…, mpu=parallel_state.compat.deepspeed)`.
 
 Call `initialize_model_parallel` after deepspeed.init_distributed and before deepspeed.initialize. Otherwise the first
-call of a getter makes all ranks data parallel; every rank must make this call.
+getter call creates one data-parallel group of all ranks; every rank must then make this call.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ ANSWER_S = 1.0
 class StoreGroup:
     """Exchanges objects over `store`.
 
-    Sender and receiver, or all ranks in a collective, must make their calls in the same order. Sends delete objects
-    older than `data_expiration_seconds`. The counters and `entries` are internal.
+    Sender and receiver, or all ranks in a collective, must make their calls in the same order. Each send deletes
+    objects older than `data_expiration_seconds`. The counters and `entries` are internal.
     """
 
     rank: int
@@ -47,18 +47,18 @@ class StoreGroup:
         return self._bounded.within(self.store.timeout.total_seconds() + ANSWER_S)
 
     def send_obj(self, obj: Any, dst: int) -> None:
-        """Sends an object to rank `dst`, without waiting for the receiver."""
+        """Sends an object to rank `dst` of this group, without waiting for the receiver."""
         self._put(f"send_to/{dst}/{self.rank}/{self.send_dst_counter[dst]}", obj)
         self.send_dst_counter[dst] += 1
 
     def recv_obj(self, src: int) -> Any:
-        """Receives an object from rank `src`. Waits at most the store's timeout."""
+        """Receives an object from rank `src` of this group. Waits at most the store's timeout."""
         obj = self._get(f"send_to/{self.rank}/{src}/{self.recv_src_counter[src]}")
         self.recv_src_counter[src] += 1
         return obj
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Returns the object of rank `src`. Every rank must call this."""
+        """Returns the object of rank `src` of this group. Every rank must call this; other ranks' `obj` is ignored."""
         if self.rank == src:
             self._put(f"broadcast_from/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1

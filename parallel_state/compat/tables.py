@@ -13,7 +13,7 @@ from typing import Any
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
     """Returns name -> object, for the names in `table`.
 
-    `table` maps modules to names; `*` stands for all public functions and classes of the module.
+    `table`: module -> names, separated by spaces. `*` stands for all public functions and classes of the module.
     """
     found: dict[str, Any] = {}
     for module, names in table.items():
@@ -31,7 +31,7 @@ def _defined(module: ModuleType) -> dict[str, Any]:
 
 
 def reasons(table: Mapping[str, str]) -> dict[str, str]:
-    """Returns name -> reason why a module lacks it, from a table of reason -> names.
+    """Returns name -> reason why a module lacks this name. `table`: reason -> names.
 
     In names, `MessageQueue.(recv buffer)` stands for `MessageQueue.recv` and `MessageQueue.buffer`.
     """

@@ -1,6 +1,6 @@
 """A process group for torchft: `torchft.Manager(pg=ProcessGroupParallelState(), …)`.
 
-It needs no accelerator and works with torchft 0.2 and torch 2.13.
+Needs no accelerator. Works with torchft 0.2 and torch 2.13.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class FusionReport:
-    """Describes the all-reduces of graphs: `fused` lists the fused ones, `kept` the others with the reason."""
+    """Lists the all-reduces of graphs: `fused` those that were fused, `kept` the others, each with the reason."""
 
     fused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ class AllReduceFusionPass:
         return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
     def aot_eager(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A torch.compile backend that applies the pass without inductor."""
+        """Compiles a graph with the pass, without inductor: a backend for torch.compile."""
         return torch_internals.aot_eager(module, inputs, self)
 
 

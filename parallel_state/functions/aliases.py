@@ -155,7 +155,10 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Works as is_pipeline_first_stage, but for the last stage."""
+    """Returns True on the last pipeline rank.
+
+    With `ignore_virtual=False`, `vp_stage` (default: the current virtual stage) must also be the last virtual stage.
+    """
     virtual = state.get_parallel_groups().virtual_pipeline if not ignore_virtual else None
     return state.get_pp_group().is_last_rank and (virtual is None or _stage(vp_stage) == virtual.size - 1)
 
@@ -214,7 +217,7 @@ def is_unitialized() -> bool:
 
 
 def is_initialized() -> bool:
-    """Returns `model_parallel_is_initialized()`."""
+    """Returns True after initialize_model_parallel."""
     return state.model_parallel_is_initialized()
 
 
@@ -250,8 +253,8 @@ def broadcast_tensor_dict(tensor_dict: dict[Any, Any] | None = None, src: int = 
 def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCaptureContext]:
     """Prepares the tp and pp groups for CUDA graphs that the body captures.
 
-    The body runs on a side stream, which waits for the current stream. On the CPU the context has no effect. `device`
-    is by default the tp group's. Every rank of both groups must enter this context.
+    The body runs on a new stream of `device` (default: the tp group's). This stream first waits for the current one. On
+    the CPU the context has no effect. Every rank of both groups must enter this context.
     """
     tp, pp = state.get_tp_group(), state.get_pp_group()
     where = tp.device if device is None else torch.device(device)
@@ -262,7 +265,9 @@ def graph_capture(device: torch.device | str | None = None) -> Iterator[GraphCap
 
 @host_call(OUTSIDE)
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Destroys all groups and frees unused memory; `shutdown_ray` also shuts down Ray if loaded."""
+    """Destroys all groups and frees unused memory. Every rank must call this. `shutdown_ray` also shuts down Ray if
+    loaded.
+    """
     state.destroy_model_parallel()
     state.destroy_distributed_environment()
     ray = sys.modules.get("ray")

@@ -91,7 +91,7 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
 def raise_missing(name: str) -> NoReturn:
     """Raises the error for a name that the package doesn't have.
 
-    During `from parallel_state import …` it is an ImportError, because Python then drops an AttributeError's text.
+    During `from parallel_state import …` this is an ImportError, because Python then drops an AttributeError's text.
     """
     for axis in AXES:
         old = {f"get_{axis.long_name}_{fact}" for fact in ("group", *FACTS)} | {f"try_get_{axis.long_name}_group"}

@@ -50,7 +50,7 @@ def trace(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _offset(world: GroupCoordinator) -> float:
-    """Returns rank 0's monotonic clock minus this host's. Every rank must call this."""
+    """Returns rank 0's monotonic clock minus this host's, in seconds. Every rank must call this."""
     memory = world.context.host_memory
     hosts = [[rank] for rank in world.ranks] if memory is None else [list(host) for host in memory.hosts]
     if world.world_size == 1 or len(hosts) == 1 or world.context.fake or world.context.simulated:

@@ -31,9 +31,9 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields a group of all ranks, and the lists of each host's ranks. Yields None in a world of one rank.
+    """Yields a group of all ranks, and a list of ranks for each host; or None in a world of one rank.
 
-    The group is the world group; before its init, a group over torch's default group.
+    The group is the world group or, before init, a group over torch's default group.
     """
     from parallel_state.groups.world import hosts_of
 
@@ -102,14 +102,16 @@ def master_first() -> Iterator[None]:
 @contextmanager
 @host_call(OUTSIDE)
 def local_master_first() -> Iterator[None]:
-    """Runs the body on the first rank of each host, then on the host's other ranks. See master_first."""
+    """Runs the body on the first rank of each host, then on the host's other ranks. Otherwise works as master_first."""
     with _leader_first(lambda world, nodes: next(ranks for ranks in nodes if world.rank_in_group in ranks)):
         yield
 
 
 @contextmanager
 def _leader_first(find: Callable[[GroupCoordinator, list[list[int]]], Sequence[int]]) -> Iterator[None]:
-    """Runs the body on the first of the ranks that `find(world, nodes)` returns, then on the others of them."""
+    """Runs the body on the first rank in the list `find(world, ranks_of_each_host)`, then on the other ranks in this
+    list.
+    """
     with _world_or_default_group() as found:
         if found is None:
             yield
@@ -164,9 +166,9 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Works as `GroupCoordinator.all_to_all`, but needs no init.
+    """Exchanges slices of `x` between ranks as `GroupCoordinator.all_to_all` does, but needs no init.
 
-    `group` is any group of torch; None means the default group. Without a default group, or in a group of one rank,
+    `group` is any torch process group (default: the default group). Without a default group, or in a group of one rank,
     returns `x`. Either all ranks' `x` must require a gradient, or none.
     """
     if isinstance(group, GroupCoordinator):

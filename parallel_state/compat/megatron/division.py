@@ -142,7 +142,7 @@ def _make_context_parallel(levels: list[int] | None, hybrid: bool, timeout: time
 
 
 def destroy_model_parallel() -> None:
-    """Destroys the parallel groups. Keeps the world group. Every rank must call this. Idempotent."""
+    """Destroys the parallel groups, but not the world group. Every rank must call this. Idempotent."""
     symmetric = sys.modules.get("megatron.core.inference.symmetric_memory")
     lookup.forget()
     if symmetric is not None and hasattr(symmetric, "SymmetricMemoryManager"):
@@ -154,7 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Creates the world group over torch's default group. Destroys a world group over an earlier default group."""
+    """Creates the world group over torch's default group. First destroys one over an earlier default group."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -205,7 +205,7 @@ def _lists(kind: str) -> list[list[int]]:
 
 
 def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Creates a second process group for each group of `kind`. Returns this rank's second group."""
+    """Creates a second process group with the ranks of each group of `kind` (such as `dp_cp`). Returns this rank's."""
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -217,10 +217,11 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Creates a second group for each group `dp_cp` and, with `for_expert_parallelism`, for each `edp`.
+    """Creates a second group with the ranks of each `dp_cp` group (data and context parallel). With
+    `for_expert_parallelism`, does the same for `edp` groups (expert data parallel).
 
-    Returns this rank's second groups; that for `edp` is None if not created. Their calls can overlap calls of the first
-    groups. Every rank must call this. `nccl_comm_cfgs` has no effect.
+    Returns this rank's second `dp_cp` and `edp` groups, None for a group that wasn't created. Their calls can overlap
+    calls of the first groups. Every rank must call this. `nccl_comm_cfgs` has no effect.
     """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
@@ -233,7 +234,7 @@ def create_all_gather_groups(
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:
     """Sets the timeout of `pg`, or of all groups, and runs a barrier.
 
-    All ranks of `pg` (or of the world) must call this.
+    All ranks of `pg`, or of the world, must call this.
     """
     groups = [pg]
     if pg is None:

@@ -165,10 +165,10 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns the group `dp`, or `dp_cp` if `with_context_parallel`.
+    """Returns the data-parallel group `dp`, or `dp_cp` (with the context-parallel ranks) if `with_context_parallel`.
 
-    Instead of `dp_cp`, returns `intra_dp_cp` (one optimizer instance) if `partial_data_parallel`, else a second group
-    with the ranks of `dp_cp` if `independent_all_gather`. `with_gtp_remat` has no effect.
+    Instead of `dp_cp`, returns `intra_dp_cp` (the ranks of one optimizer instance) if `partial_data_parallel`, else a
+    second group with the ranks of `dp_cp` if `independent_all_gather`. `with_gtp_remat` has no effect.
     """
     if with_context_parallel and independent_all_gather and not partial_data_parallel:
         return lookup.required("dp_cp_ag")
@@ -217,7 +217,7 @@ def get_virtual_pipeline_model_parallel_rank() -> int | None:
 
 
 def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Sets this rank's virtual pipeline stage, also in `parallel_state`'s own groups if they have stage `rank`."""
+    """Sets this rank's virtual pipeline stage, here and in `parallel_state`'s own groups if they have stage `rank`."""
     _warn("set_virtual_pipeline_model_parallel_rank", "pass vp_stage to is_pipeline_first_stage and others")
     lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = rank
     virtual = state.get_parallel_groups().virtual_pipeline if state.model_parallel_is_initialized() else None

@@ -59,9 +59,9 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Creates a process group. All ranks of the world must call this in the same order.
+    """Creates a process group of the global `ranks` (default: all), and returns what torch's new_group returns.
 
-    With `use_local_synchronization`, only `ranks` must call this.
+    All ranks of the world must call this in the same order; with `use_local_synchronization`, only `ranks`.
     """
     given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
     group = dist.new_group(**given)
@@ -79,10 +79,10 @@ def create_hierarchical_groups(
     timeout: timedelta | None = None,
     group_desc: str | None = None,
 ) -> tuple[list[Any], list[Any]]:
-    """Returns this rank's group and gloo group (or None) of each level. All ranks of the world must call this.
+    """Returns two lists with one item per level: this rank's groups, and its gloo groups (or None).
 
-    `hierarchical_group_sizes` [2, 2, 4] divide 16 `ranks` into pairs of neighbors, pairs with stride 2, and groups of 4
-    with stride 4. Ranks outside `ranks` get empty lists.
+    All ranks of the world must call this. `rank`: this rank. `hierarchical_group_sizes` [2, 2, 4] divide 16 `ranks`
+    into pairs of neighbors, pairs with stride 2, and groups of 4 with stride 4. Ranks outside `ranks` get empty lists.
     """
     groups: list[Any] = []
     gloo_groups: list[Any] = []
@@ -100,7 +100,8 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Divides `ranks` into groups of 2, of 4, … ranks. Returns size -> this rank's group.
+    """Divides `ranks` into groups of 2, of 4, … ranks. Returns a dict from group size to the group of `rank` (this
+    rank).
 
     All ranks of the world must call this.
     """
@@ -173,7 +174,8 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns field name -> GroupCoordinator for the fields `names` of a ProcessGroupCollection that have a group.
+    """Returns a dict: field name -> GroupCoordinator, for those fields `names` of a ProcessGroupCollection that have a
+    group.
 
     The caller still owns the process groups. Every rank of the groups must call this with the same fields in the same
     order.

@@ -15,7 +15,7 @@ def generate_masked_orthogonal_rank_groups(
 ) -> list[list[int]]:
     """Returns lists of ranks that differ only in the axes where `mask` is True; the first axis varies fastest.
 
-    If `world_size` is smaller than the product of the sizes, returns the first lists only.
+    `parallel_size`: sizes of the axes. If `world_size` is smaller than their product, returns the first lists only.
     """
     if world_size > prod(parallel_size):
         raise RefusedError(
@@ -48,7 +48,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis of `order`, whether `token` (such as `tp-dp`) contains it.
+        """Returns, for each axis of `order`, whether `token` contains the axis. Both join axes by `-`, such as `tp-dp`.
 
         Raises ValueError for unknown axes.
         """

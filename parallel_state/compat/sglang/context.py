@@ -40,7 +40,8 @@ NAMES = frozenset([*SIZES, *GROUPS.values(), *DERIVED])
 
 
 class ParallelContext:
-    """Has sizes, positions and groups as attributes. Overrides in a `with` block have priority over permanent ones.
+    """SGLang's sizes, ranks in groups, and groups, as attributes. Overrides in a `with` block have priority over
+    permanent ones.
 
     Reading a group that doesn't exist raises GroupNotInitializedError; an unknown name raises AttributeError.
     """

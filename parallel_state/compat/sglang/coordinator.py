@@ -34,7 +34,7 @@ REDUCE_OP_SUM = int(dist.ReduceOp.SUM)  # type: ignore[call-overload]
 
 @dataclass
 class P2PWork:
-    """A started transfer. The tensor `payload`, if any, must not change before `work.wait()` returns."""
+    """A started transfer. `payload` (None if `work` keeps the tensors) must not change before `work.wait()` returns."""
 
     work: Any | None
     payload: Tensor | None
@@ -52,7 +52,7 @@ def refuse_elastic(recovered_rank: bool, rank_offset: int = 0, max_world_size: i
 
 
 class GroupCoordinator(GroupView):
-    """A group with SGLang's calls. `group` is this library's GroupCoordinator.
+    """A group with SGLang's calls. The attribute `group` is this library's GroupCoordinator.
 
     `all_reduce` and `broadcast` work in place and return the tensor. `src` and `dst` are ranks in the group;
     `first_rank`, `last_rank`, `next_rank` and `prev_rank` are global.
@@ -199,7 +199,7 @@ class GroupCoordinator(GroupView):
         output.copy_(flat.reshape(output.shape))
 
     def send_object(self, obj: Any, dst: int, async_send: bool = False, tag: int = 0) -> list[P2PWork]:
-        """Sends an object to rank `dst`. With `async_send`, returns the started transfers without waiting."""
+        """Sends an object to group rank `dst`. With `async_send`, returns the started transfers without waiting."""
         if not tag and async_send:
             return [P2PWork(self.group.isend_object(obj, dst), None)]
         if not tag:
@@ -231,7 +231,8 @@ class GroupCoordinator(GroupView):
         all_gather_group: Any | None = None,
         async_send: bool = False,
     ) -> Any:
-        """Sends a dict to rank `dst` (default: the next). Each rank of `all_gather_group` sends a slice of each tensor.
+        """Sends a dict to group rank `dst` (default: the next). Each rank of `all_gather_group` sends a slice of each
+        tensor.
 
         Returns the started transfers if `async_send`, else []. In a group of one rank, returns the dict.
         """
@@ -253,7 +254,8 @@ class GroupCoordinator(GroupView):
         send_all_gather_group: Any | None = None,
         recv_all_gather_group: Any | None = None,
     ) -> dict[str, Any] | None:
-        """Sends one dict and returns the received one; in a group of one rank, returns None.
+        """Sends one dict to group rank `send_dst` (default: the next), and returns the dict that `recv_src` (default:
+        the previous) sends. Returns None in a group of one rank.
 
         The all-gather groups are those of `send_tensor_dict` and `recv_tensor_dict`.
         """
@@ -282,9 +284,9 @@ def flashinfer_allreduce(tensor: Tensor, group_name: str) -> Tensor:
 
 
 def of_groups(module: str, table: Mapping[str, str]) -> dict[str, Any]:
-    """Creates functions for the compat module `module`, by name. Each calls a method of a group.
+    """Returns functions of the compat module `module`, by name. Each calls a method of one of this rank's groups.
 
-    `table`: name -> group and method, such as `tp.all_reduce`.
+    `table`: function name -> group and method, such as `tp.all_reduce`.
     """
 
     found = {}

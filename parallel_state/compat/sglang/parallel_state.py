@@ -63,8 +63,8 @@ def init_distributed_environment(
 ) -> None:
     """Creates the world group over torch's default group, which is created if needed. Every rank must call this.
 
-    `timeout` is in seconds. A second call only checks the world's size. `moe_a2a_backend="nixl"` shares the group's
-    store with nixl. Raises an error for `recovered_rank` and `max_world_size`, which are unsupported.
+    `timeout` is in seconds. A second call only compares `world_size`. `moe_a2a_backend="nixl"` shares the group's store
+    with nixl. Raises an error for `recovered_rank` and `max_world_size`, which are unsupported.
     """
     refuse_elastic(recovered_rank, 0, max_world_size)
     if state.try_get_world_group() is None:
@@ -96,7 +96,7 @@ def init_distributed_environment(
 def init_world_group(
     ranks: list[int], local_rank: int, backend: str, recovered_rank: bool = False, max_world_size: int | None = None
 ) -> GroupCoordinator:
-    """Creates the world group. Every rank must call this. `recovered_rank` and `max_world_size` are unsupported."""
+    """Creates the world group. `ranks`: all global ranks. Every rank must call this. The last two arguments are unsupported."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -190,9 +190,9 @@ def initialize_model_parallel(
 
 
 def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
-    """Returns a new process group of `group_ranks`. Every rank of the world must call this.
+    """Creates and returns a process group of the global ranks `group_ranks`, which must contain this rank.
 
-    Members of a group must pass the same ranks.
+    Every rank of the world must call this; ranks of one group pass the same ranks.
     """
     mine = sorted(set(group_ranks))
     asked = state.get_world_group().all_gather_object(mine)
@@ -252,7 +252,9 @@ def pdmux_prefill_tp_group() -> Iterator[None]:
 
 @contextmanager
 def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
-    """Replaces the pipeline group within the `with` block, for a draft model without stages. Can't be nested."""
+    """Replaces the pipeline group by `pp_group` within the `with` block, for a draft model without stages. Can't be
+    nested.
+    """
     values = {"pp_size": pp_group.world_size, "pp_rank": pp_group.rank_in_group, "pp_group": pp_group}
     with _replaced("pp_group", pp_group), get_parallel().override(**values):
         yield
@@ -260,7 +262,7 @@ def patch_pipeline_parallel_group(pp_group: GroupCoordinator) -> Iterator[None]:
 
 @contextmanager
 def patch_tensor_parallel_group(tp_group: GroupCoordinator, *, owns_attention: bool) -> Iterator[None]:
-    """Replaces the tensor-parallel group within the `with` block, for a draft model. Can't be nested.
+    """Replaces the tensor-parallel group by `tp_group` within the `with` block, for a draft model. Can't be nested.
 
     With `owns_attention`, `tp_group` is also attention's tp group, and all other axes have size 1.
     """

@@ -71,6 +71,6 @@ class StatelessProcessGroup(StoreGroup):
     def create(
         host: str, port: int, rank: int, world_size: int, data_expiration_seconds: int = 3600
     ) -> StatelessProcessGroup:
-        """Creates a group over a store that rank 0 serves. Every rank must call this."""
+        """Creates a group over a store that rank 0 serves at `host`:`port`. Every rank must call this."""
         store = dist.TCPStore(host, port, world_size, is_master=rank == 0)
         return StatelessProcessGroup(rank, world_size, store, data_expiration_seconds)

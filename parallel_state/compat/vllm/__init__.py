@@ -139,7 +139,9 @@ def init_model_parallel_group(
     use_device_communicator: bool = True,
     use_all2all: bool = False,
 ) -> GroupCoordinator:
-    """Creates a group for each list of global ranks, and returns this rank's group. Arguments: see GroupCoordinator."""
+    """Creates a group for each list of global ranks, and returns this rank's group. Arguments are those of
+    GroupCoordinator.
+    """
     with_queue = use_message_queue_broadcaster
     return GroupCoordinator(
         group_ranks, local_rank, backend, use_device_communicator, with_queue, group_name, use_all2all
@@ -147,7 +149,7 @@ def init_model_parallel_group(
 
 
 def destroy_distributed_environment() -> None:
-    """Destroys all groups and torch's default group. Idempotent."""
+    """Destroys all groups and torch's default group. Every rank must call this. Idempotent."""
     state.destroy_distributed_environment()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -176,7 +178,10 @@ def initialize_model_parallel(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Creates the groups. Without vLLM's config, the data-parallel size is world size / (tp × pp × prefill context)."""
+    """Creates the parallel groups. Every rank must call this.
+
+    Without vLLM's config, the data-parallel size is world size / (tp × pp × prefill context).
+    """
     _divide(functools.partial(state.initialize_model_parallel, allow_pickle=True), **locals())
 
 
@@ -187,7 +192,9 @@ def ensure_model_parallel_initialized(
     decode_context_model_parallel_size: int | None = 1,
     backend: str | None = None,
 ) -> None:
-    """Creates the groups if there are none. Raises ConfigMismatchError if existing groups have other sizes."""
+    """Creates the parallel groups if there are none. Every rank must call this. Raises ConfigMismatchError if existing
+    groups have other sizes.
+    """
     given = locals()
     if not model_parallel_is_initialized():
         initialize_model_parallel(**given)

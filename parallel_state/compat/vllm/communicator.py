@@ -75,7 +75,7 @@ _outer: dict[Any, tuple[GroupCoordinator, set[Communicator]]] = {}
 
 
 def _join(member: Communicator, timeout: timedelta) -> GroupCoordinator:
-    """Registers `member` as a user of the coordinator of all ranks, and returns the coordinator.
+    """Adds `member` to the users of the coordinator of all the engine's ranks, and returns this coordinator.
 
     vLLM's first communicator has all ranks, and creates this coordinator.
     """

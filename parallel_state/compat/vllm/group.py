@@ -101,7 +101,8 @@ class GroupCoordinator(GroupView):
     def create_mq_broadcaster(
         self, writer_rank: int = 0, external_writer_handle: QueueHandle | None = None, blocking: bool = True
     ) -> MessageQueue:
-        """Creates a message queue from the writer to all other ranks. Every rank of the group must call this.
+        """Creates a message queue from group rank `writer_rank` to all other ranks. Every rank of the group must call
+        this.
 
         With `external_writer_handle`, the process of that handle writes and all ranks read. `blocking`: calls
         `wait_until_ready`.
@@ -113,7 +114,8 @@ class GroupCoordinator(GroupView):
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
     ) -> tuple[MessageQueue, list[QueueHandle]]:
-        """Creates a message queue from each rank to the reader. Every rank of the group must call this.
+        """Creates a message queue from each rank to group rank `reader_rank_in_group`, the reader. Every rank of the
+        group must call this.
 
         Returns this rank's queue and, on the reader, the handles of all queues (on other ranks []). `blocking`: calls
         `wait_until_ready`.
@@ -198,10 +200,11 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Gathers the tensors, of shape `[tokens, …]`, from all data-parallel ranks along dim 0.
+        """Gathers each tensor, of shape `[tokens, …]`, from all data-parallel ranks along dim 0; returns a tuple of
+        results.
 
-        With `is_sequence_parallel`, gathers from all ranks of this group instead. Returns the inputs if the group was
-        made without `use_all2all`.
+        With `is_sequence_parallel`, gathers from this group's ranks instead. Results of `extra_tensors` are a list, the
+        last item. Without `use_all2all`, returns the inputs.
         """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 
@@ -213,7 +216,7 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Does what `dispatch_router_logits` does, for tokens whose experts are already chosen."""
+        """Works as `dispatch_router_logits`, but for tokens whose experts are already chosen."""
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:

@@ -102,7 +102,7 @@ class _Ring:
 
     @property
     def end(self) -> Any:
-        """Returns this end's Sender or Receiver. The first access starts to watch the other processes for exits."""
+        """Returns this end's Sender or Receiver. The first access starts to detect exits of the other processes."""
         with self._opening:
             if self._end is None:
                 ends, me = self._place.ranks, self._members.rank
@@ -198,7 +198,7 @@ class MessageQueue:
         return self.handle
 
     def wait_until_ready(self) -> None:
-        """Waits until all readers have opened the queue. Every process of the queue must call this."""
+        """Waits until all readers have opened the queue. The writer and every reader must call this."""
         if self._is_writer:
             while not all(map(self._ring.pid, range(1, self.n_local_reader + 1))):
                 self._check()
@@ -289,7 +289,7 @@ class MessageQueue:
             ) from error
 
     def broadcast_object(self, obj: Any = None) -> Any:
-        """Sends `obj` if this end is the writer. Returns `obj` on the writer, and the next object on readers."""
+        """Sends `obj` if this end is the writer. Returns the object on every process; all must call this."""
         if self._is_writer:
             self.enqueue(obj)
             return obj

@@ -26,7 +26,7 @@ def find_platform() -> str | None:
     """Returns the class name of this library's platform for vLLM.
 
     Raises StandBackError if another platform is active in vLLM, or if the native library is unavailable. Calls the
-    other platform plug-ins. If one of them calls this function, that inner call returns None.
+    other platform plug-ins. If a plug-in calls this function, the inner call returns None.
     """
     if vars(_asking):
         return None
@@ -59,7 +59,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """Calls a plug-in. Returns None if it raises, because vLLM treats such plug-ins as inactive."""
+    """Calls the plug-in function `ask`. Returns None if `ask` raises, because vLLM treats such plug-ins as inactive."""
     try:
         return ask()
     except Exception:

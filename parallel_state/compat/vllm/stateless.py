@@ -30,7 +30,7 @@ class StatelessProcessGroup(StoreGroup):
         self._barriers = 0
 
     def broadcast(self, tensor: Tensor, src: int) -> Tensor:
-        """Returns the tensor of rank `src`. Rank `src` gets its argument back, not a copy."""
+        """Returns the tensor of rank `src`, which gets its argument back, not a copy. Every rank must call this."""
         return self.broadcast_obj(tensor, src)
 
     def send(self, tensor: Tensor, dst: int) -> None:
@@ -48,7 +48,9 @@ class StatelessProcessGroup(StoreGroup):
         return result
 
     def barrier(self, timeout: float = 30.0) -> None:
-        """Waits for all ranks. Rank 0 returns last, because rank 0 can be the server of the store."""
+        """Waits until all ranks have called this. Rank 0, which can serve the store, returns last. `timeout` is in
+        seconds.
+        """
         self._barriers += 1
         for phase in ("came", "left"):
             keys = [f"barrier/{self._barriers}/{phase}/{rank}" for rank in range(self.world_size)]
@@ -81,7 +83,7 @@ class StatelessProcessGroup(StoreGroup):
         store_timeout: int = 300,
         listen_socket: socket.socket | None = None,
     ) -> StatelessProcessGroup:
-        """Creates a group over a store that rank 0 serves. Every rank must call this.
+        """Creates a group over a store that rank 0 serves at `host`:`port`. Every rank must call this.
 
         Rank 0's store listens on `listen_socket` and closes it.
         """
@@ -93,7 +95,7 @@ class StatelessProcessGroup(StoreGroup):
 
 
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, for each rank, True if it is on the host of `source_rank`. Every rank of the group must call this."""
+    """Returns, for each rank, True if its host is that of group rank `source_rank`. Every rank must call this."""
     if isinstance(pg, StatelessProcessGroup):
         return pg.same_node(source_rank)
     return same_node.in_the_same_node_as(pg, source_rank)

@@ -37,7 +37,9 @@ def parallel_config() -> Any:
 
 
 def get_worker_rank_suffix(global_rank: int | None = None) -> str:
-    """Returns a suffix for file names, such as dp0_pp0_tp1_dcp0_ep0_rank1, or just rank1 before init."""
+    """Returns a suffix for file names, such as dp0_pp0_tp1_dcp0_ep0_rank1: this rank's position in each group (only
+    after init), and `global_rank` (if passed).
+    """
     parts = []
     if state.model_parallel_is_initialized():
         parts = [f"{axis}{state.get_group_rank(axis)}" for axis in ("dp", "pp", "tp", "dcp", "ep")]
@@ -85,7 +87,7 @@ def check_shm_free_space(
 
 
 def cpu_all_reduce_(tensor: Tensor, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Tensor:
-    """Sums the tensor over the group in place. The group needn't be registered with torch."""
+    """Sums the tensor over the group in place. `group` needn't be registered with torch."""
     options = dist.AllreduceOptions()
     if timeout is not None:
         options.timeout = timeout
@@ -138,8 +140,8 @@ def stateless_init_torch_distributed_process_group(
 ) -> Any:
     """Creates a gloo group, whatever `backend` is, that is independent of torch's default group.
 
-    Rank 0 serves the group's store. Every rank must call this. `group_name` registers the group with torch. With
-    `return_store`, returns (group, store).
+    Rank 0 serves the group's store. Every rank must call this. With `group_name`, the group is registered with torch.
+    With `return_store`, returns (group, store).
     """
     limit = timeout or _DEFAULT_TIMEOUT
     store = create_tcp_store(
