@@ -1,9 +1,7 @@
-"""Runs those tensor calls of a `GroupCoordinator` that are in compiled code or that the fast path in C++ (`direct`)
-declined.
+"""Runs a `GroupCoordinator`'s tensor calls in compiled code, and those that the fast path in C++ (`direct`) declined.
 
-A function checks its arguments, and in a group of one rank returns at once. Otherwise, in compiled code or with
-gradients, the function calls the registered op; else the `Route`, which chooses a transport. `token`: a tensor that
-keeps ops in order (see the module `ops`).
+A function checks its arguments, and in a group of one rank returns at once. Otherwise the function calls the registered
+op (in compiled code or with gradients) or the `Route`, which chooses a transport. `token`: see the module `ops`.
 """
 
 from __future__ import annotations

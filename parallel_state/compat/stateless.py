@@ -58,7 +58,7 @@ class StoreGroup:
         return obj
 
     def broadcast_obj(self, obj: Any | None, src: int) -> Any:
-        """Returns the object of rank `src` of this group. Every rank must call this; other ranks' `obj` is ignored."""
+        """Returns the object of rank `src` of this group. Every rank must call this; only `src`'s `obj` is used."""
         if self.rank == src:
             self._put(f"broadcast_from/{src}/{self.broadcast_send_counter}", obj)
             self.broadcast_send_counter += 1

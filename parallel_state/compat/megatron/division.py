@@ -217,11 +217,11 @@ def create_all_gather_groups(
     timeout: timedelta | None = None,
     nccl_comm_cfgs: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """Creates a second group with the ranks of each `dp_cp` group (data and context parallel). With
-    `for_expert_parallelism`, does the same for `edp` groups (expert data parallel).
+    """Creates a second group for each `dp_cp` group (data and context parallel) and, with `for_expert_parallelism`, for
+    each `edp` group (expert data parallel).
 
-    Returns this rank's second `dp_cp` and `edp` groups, None for a group that wasn't created. Their calls can overlap
-    calls of the first groups. Every rank must call this. `nccl_comm_cfgs` has no effect.
+    Returns this rank's second groups, the latter None if not created. Their calls can overlap calls of the first
+    groups. Every rank must call this. `nccl_comm_cfgs` has no effect.
     """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")

@@ -165,7 +165,7 @@ def get_data_parallel_group(
     *,
     with_gtp_remat: bool = True,
 ) -> Any:
-    """Returns the data-parallel group `dp`, or `dp_cp` (with the context-parallel ranks) if `with_context_parallel`.
+    """Returns the data-parallel group `dp`, or `dp_cp` if `with_context_parallel`.
 
     Instead of `dp_cp`, returns `intra_dp_cp` (the ranks of one optimizer instance) if `partial_data_parallel`, else a
     second group with the ranks of `dp_cp` if `independent_all_gather`. `with_gtp_remat` has no effect.

@@ -76,8 +76,8 @@ def group_of(kind: str) -> Any:
 
 
 def has_group(kind: str) -> bool:
-    """Returns True if this rank has a group of this kind: after initialisation, or if the program assigned Megatron's
-    variable. Call this only for kinds that every layout has.
+    """Returns True if the groups are initialised, or if the program assigned Megatron's variable of this kind. Call
+    this only for kinds that every layout has.
     """
     return _assigned(kind) is not None or state.model_parallel_is_initialized()
 

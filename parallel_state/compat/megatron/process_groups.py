@@ -59,9 +59,10 @@ def create_group(
     use_local_synchronization: bool = False,
     group_desc: str | None = None,
 ) -> Any:
-    """Creates a process group of the global `ranks` (default: all), and returns what torch's new_group returns.
+    """Creates a process group of the global `ranks` (default: all). All ranks of the world must call this in the same
+    order.
 
-    All ranks of the world must call this in the same order; with `use_local_synchronization`, only `ranks`.
+    With `use_local_synchronization`, only `ranks` must call this.
     """
     given = {**locals(), "ranks": None if ranks is None else list(ranks), "backend": backend or backend_of_groups()}
     group = dist.new_group(**given)
@@ -100,8 +101,7 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Divides `ranks` into groups of 2, of 4, … ranks. Returns a dict from group size to the group of `rank` (this
-    rank).
+    """Divides `ranks` into groups of 2, of 4, … ranks. Returns a dict from group size to the group of `rank` .
 
     All ranks of the world must call this.
     """

@@ -48,7 +48,7 @@ class RankGenerator:
         self.ordered_size = [self.name_to_size[name] for name in names]
 
     def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis of `order`, whether `token` contains the axis. Both join axes by `-`, such as `tp-dp`.
+        """Returns, for each axis of `order` (such as `tp-cp-dp`), whether `token` (such as `tp-dp`) contains the axis.
 
         Raises ValueError for unknown axes.
         """

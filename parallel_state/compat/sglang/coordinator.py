@@ -254,8 +254,8 @@ class GroupCoordinator(GroupView):
         send_all_gather_group: Any | None = None,
         recv_all_gather_group: Any | None = None,
     ) -> dict[str, Any] | None:
-        """Sends one dict to group rank `send_dst` (default: the next), and returns the dict that `recv_src` (default:
-        the previous) sends. Returns None in a group of one rank.
+        """Sends one dict to group rank `send_dst`, and returns the dict that group rank `recv_src` sends. Returns None
+        in a group of one rank.
 
         The all-gather groups are those of `send_tensor_dict` and `recv_tensor_dict`.
         """

@@ -96,7 +96,7 @@ def init_distributed_environment(
 def init_world_group(
     ranks: list[int], local_rank: int, backend: str, recovered_rank: bool = False, max_world_size: int | None = None
 ) -> GroupCoordinator:
-    """Creates the world group. `ranks`: all global ranks. Every rank must call this. The last two arguments are unsupported."""
+    """Creates the world group. Every rank must call this and pass all ranks. The last two arguments are unsupported."""
     refuse_elastic(recovered_rank, 0, max_world_size)
     return GroupCoordinator.of(state.init_world_group(ranks, local_rank, backend, allow_pickle=True))
 
@@ -190,9 +190,9 @@ def initialize_model_parallel(
 
 
 def create_custom_parallel_group(group_ranks: list[int], backend: str = "gloo") -> Any | None:
-    """Creates and returns a process group of the global ranks `group_ranks`, which must contain this rank.
+    """Creates a process group of the global ranks `group_ranks`, which include this rank.
 
-    Every rank of the world must call this; ranks of one group pass the same ranks.
+    Every rank of the world must call this. Members of a group must pass the same ranks.
     """
     mine = sorted(set(group_ranks))
     asked = state.get_world_group().all_gather_object(mine)

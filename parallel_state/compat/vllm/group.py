@@ -200,11 +200,10 @@ class GroupCoordinator(GroupView):
         is_sequence_parallel: bool = False,
         extra_tensors: list[Tensor] | None = None,
     ) -> Any:
-        """Gathers each tensor, of shape `[tokens, …]`, from all data-parallel ranks along dim 0; returns a tuple of
-        results.
+        """Gathers each tensor, of shape `[tokens, …]`, from all data-parallel ranks along dim 0. Returns a tuple;
+        results of `extra_tensors` are a list at its end.
 
-        With `is_sequence_parallel`, gathers from this group's ranks instead. Results of `extra_tensors` are a list, the
-        last item. Without `use_all2all`, returns the inputs.
+        With `is_sequence_parallel`, gathers from this group's ranks instead. Without `use_all2all`, returns the inputs.
         """
         return self._dispatch([hidden_states, router_logits], extra_tensors, is_sequence_parallel)
 

@@ -37,8 +37,8 @@ def parallel_config() -> Any:
 
 
 def get_worker_rank_suffix(global_rank: int | None = None) -> str:
-    """Returns a suffix for file names, such as dp0_pp0_tp1_dcp0_ep0_rank1: this rank's position in each group (only
-    after init), and `global_rank` (if passed).
+    """Returns a suffix for file names: this rank's position in each group (after init) and `global_rank` (if passed),
+    such as dp0_pp0_tp1_dcp0_ep0_rank1.
     """
     parts = []
     if state.model_parallel_is_initialized():
