@@ -223,7 +223,9 @@ def _all_to_all_over(
 
 @host_call(OUTSIDE)
 def set_random_seed(seed: int) -> int:
-    """Seeds torch (all devices), random and numpy with `seed` + 1000 × this rank's pipeline stage. Returns this sum."""
+    """Seeds torch (all devices), random and numpy. The seed is `seed` + 1000 × this rank's pipeline stage, and is
+    returned.
+    """
     pp = try_get_pp_group()
     seed += 1000 * (0 if pp is None else pp.rank_in_group)
     torch.manual_seed(seed)

@@ -295,7 +295,7 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def within(self, timeout: timedelta | float) -> AbstractContextManager[None]:
-        """Sets `timeout` for the calls in the body."""
+        """Sets `timeout` (seconds or a timedelta) for the calls in the body."""
         return self.context.timeout.within(seconds(timeout))
 
     @property
@@ -358,9 +358,9 @@ class GroupCoordinator:
     ) -> AbstractContextManager[GraphCaptureContext]:
         """Prepares the group for CUDA graphs that the body captures. Every rank of the group must enter this context.
 
-        In the body the current stream is the stream of `context`, or a new stream that waits for the previous one.
-        `peers`: ranks in the group with which this rank exchanges data for the first time in these graphs. Each peer
-        must list this rank in its `peers`.
+        In the body the current stream is that of `context` or, by default, a new stream that waits for the previous
+        one. `peers`: ranks in the group with which this rank exchanges data for the first time in these graphs. Each
+        peer must list this rank in its `peers`.
         """
         if not isinstance(peers, (list, tuple, range, set, frozenset)):
             raise checks.wrong(self.context, "graph_capture", "peers", "be ranks", f"is a {type(peers).__name__}")
@@ -400,7 +400,7 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def explain(self) -> str:
-        """Lists the group's communicators in order of preference, with the reason for each that isn't used."""
+        """Lists the group's communicators (transports) in order of preference, with the reason for each unused one."""
         text = self.route.explain()
         if self.pool is None:
             return text
@@ -412,7 +412,9 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
-        """Returns, for each operation, this rank's calls so far and the bytes of the tensors it passed or received."""
+        """Returns, for each operation, the number of this rank's calls so far, and the bytes of tensors passed to or
+        returned by them.
+        """
         return self.route.traffic()
 
     @host_call(OUTSIDE)
@@ -485,7 +487,7 @@ class GroupCoordinator:
         return tensors.all_reduce(self.route, self._token, x, op, order)
 
     def all_reduce_(self, x: Tensor, op: checks.ReduceOp = "sum", *, order: checks.Order = "rank") -> Tensor:
-        """Reduces `x` over all ranks in place; returns `x`."""
+        """Reduces `x` over all ranks in place; returns `x`. `op`, `order`: as in all_reduce."""
         if order == "rank" and not is_dynamo_compiling() and DIRECT.all_reduce_(x, self._token, op, self._key) is x:
             return x
         return tensors.all_reduce_(self.route, self._token, x, op, order)
@@ -557,7 +559,7 @@ class GroupCoordinator:
     ) -> Tensor:
         """Reduces `x` over all ranks and gives rank r the r-th slice: `[…, world_size · d, …]` to `[…, d, …]`.
 
-        `order`: as in all_reduce. `async_op` must be False.
+        `op`, `order`: as in all_reduce. `async_op` must be False.
         """
         if async_op:
             checks.refuse_async(self.context, "reduce_scatter")
@@ -598,7 +600,9 @@ class GroupCoordinator:
         return tensors.reduce_scatterv(self.route, self._token, x, dim, sizes, op)
 
     def gather(self, x: Tensor, dst: int = 0, dim: int = -1) -> Tensor | None:
-        """Gathers as all_gather does, on rank `dst`; returns None on the other ranks. No gradient."""
+        """Gathers as all_gather does, but returns the result on group rank `dst` only, and None on the other ranks. No
+        gradient.
+        """
         if not is_dynamo_compiling():
             found = DIRECT.gather(x, self._token, dim, dst, self._key)
             if found is not NotImplemented:
@@ -614,7 +618,8 @@ class GroupCoordinator:
         size: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Returns on rank r the r-th slice of rank `src`'s `x` along `dim`: `[…, world_size · d, …]` to `[…, d, …]`.
+        """Returns on rank r the r-th slice, along `dim`, of the `x` of group rank `src`: `[…, world_size · d, …]` to
+        `[…, d, …]`.
 
         Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; without them
         the call can't be compiled. The result is on the group's device. No gradient.
@@ -663,7 +668,8 @@ class GroupCoordinator:
     ) -> Tensor:
         """Exchanges rows of `x` between all ranks, as torch's function of this name does.
 
-        Writes the received rows to `out`, and returns `out`. Split sizes: see all_to_all.
+        Writes the received rows to `out`, and returns `out`. The split sizes are numbers of rows, one per rank, as in
+        all_to_all.
         """
         outputs = (
             None if isinstance(output_split_sizes, (list, tuple)) and not output_split_sizes else output_split_sizes
@@ -672,8 +678,8 @@ class GroupCoordinator:
         return GroupCoordinator.all_to_all(self, x, out=out, output_split_sizes=outputs, input_split_sizes=inputs)
 
     def broadcast(self, x: Tensor, src: int = 0, *, async_op: checks.NotAsync = False) -> Tensor:
-        """Returns rank `src`'s `x` as a new tensor. On other ranks `x` determines only shape and dtype. `async_op` must
-        be False.
+        """Returns the `x` of group rank `src` as a new tensor. On other ranks `x` determines only shape and dtype.
+        `async_op` must be False.
         """
         if async_op:
             checks.refuse_async(self.context, "broadcast")
@@ -684,14 +690,14 @@ class GroupCoordinator:
         return tensors.broadcast(self.route, self._token, x, src)
 
     def broadcast_(self, x: Tensor, src: int = 0) -> Tensor:
-        """Overwrites every rank's `x` with the values of rank `src`; returns `x`."""
+        """Overwrites every rank's `x` with the values of group rank `src`; returns `x`."""
         if not is_dynamo_compiling() and DIRECT.broadcast_(x, self._token, src, self._key) is x:
             return x
         return tensors.broadcast_(self.route, self._token, x, src)
 
     @host_call("a flag is a Python value; use broadcast_ and keep it a tensor")
     def broadcast_flag(self, flag: bool, src: int = 0) -> bool:
-        """Returns rank `src`'s flag on every rank."""
+        """Returns the flag of group rank `src` on every rank."""
         value = tensors.flag_value(self.context, flag)
         with self.route.called_as("broadcast_flag"):
             return bool(self.broadcast_(torch.tensor(value, dtype=torch.uint8, device="cpu"), src).item())
@@ -754,7 +760,7 @@ class GroupCoordinator:
         return Window(collectives, size, dtype, exchange, self.barrier, self.route.failure_of)
 
     def send(self, x: Tensor, dst: int | None = None) -> None:
-        """Sends `x` to rank `dst` (default: the next), which must call recv. `x` can be changed afterwards. No
+        """Sends `x` to group rank `dst` (default: the next), which must call recv. `x` can be changed afterwards. No
         gradient.
         """
         if not is_dynamo_compiling() and DIRECT.send(x, self._token, dst, self._key) is None:
@@ -764,7 +770,7 @@ class GroupCoordinator:
     def recv(
         self, size: Sequence[int], dtype: torch.dtype, src: int | None = None, *, device: torch.device | None = None
     ) -> Tensor:
-        """Returns the tensor that rank `src` (default: the previous) sends, of shape `size` and dtype `dtype`.
+        """Returns the tensor that group rank `src` (default: the previous) sends, of shape `size` and dtype `dtype`.
 
         `device` (default: the group's) must be of the same kind as the device of the sender's tensor.
         """
@@ -778,7 +784,9 @@ class GroupCoordinator:
     @host_call(_TRANSFER)
     @transfer("isend")
     def isend(self, x: Tensor, dst: int | None = None) -> Handle:
-        """Starts `send`. Change `x` only after `wait()`. Not for compiled code."""
+        """Starts to send `x` to group rank `dst`, as `send` does. Change `x` only after `wait()`. Not for compiled
+        code.
+        """
         checks.check_no_transform(self.context, "isend")
         checks.check_tensor(self.context, "isend", x)
         dst = checks.destination(self.context, "isend", dst)
@@ -787,7 +795,9 @@ class GroupCoordinator:
     @host_call(_TRANSFER)
     @transfer("irecv")
     def irecv(self, size: Sequence[int], dtype: torch.dtype, src: int | None = None) -> TensorHandle:
-        """Starts `recv`; `wait()` returns the tensor. Not for compiled code."""
+        """Starts to receive from group rank `src`, as `recv` does; `wait()` returns the tensor. Not for compiled
+        code.
+        """
         checks.check_no_transform(self.context, "irecv")
         checks.check_shape(self.context, "irecv", "size", size)
         checks.check_dtype(self.context, "irecv", dtype)
@@ -800,9 +810,9 @@ class GroupCoordinator:
     def batch_isend_irecv(self, operations: Sequence[checks.Transfer | dist.P2POp]) -> list[TensorHandle]:
         """Starts several transfers together; returns their handles in the order of `operations`.
 
-        An operation is `("isend", x, dst)`, `("irecv", out, src)`, or torch's `P2POp`. Transfers from one rank to
-        another are matched by their order. Change or read the tensors only after `wait()`. No gradient; not for
-        compiled code.
+        An operation is torch's `P2POp`, or `("isend", x, dst)` or `("irecv", out, src)` with group ranks. Transfers
+        from one rank to another are matched by their order. Change or read the tensors only after `wait()`. No
+        gradient; not for compiled code.
         """
         return tensors.batch_isend_irecv(self.route, operations)
 
@@ -868,7 +878,7 @@ class GroupCoordinator:
 
     @host_call(_OBJECTS)
     def broadcast_object(self, obj: Any = None, src: int = 0) -> Any:
-        """Returns rank `src`'s object on every rank. The object can contain tensors, at any depth."""
+        """Returns the object of group rank `src` on every rank. The object can contain tensors, at any depth."""
         checks.check_rank(self.context, "broadcast_object", "src", src)
         if tensors.is_single_rank(self.route):
             return messages.encodable(self._messenger, "broadcast_object", obj)
@@ -876,7 +886,7 @@ class GroupCoordinator:
 
     @host_call(_OBJECTS)
     def broadcast_object_list(self, obj_list: list[Any], src: int = 0) -> list[Any]:
-        """Fills every rank's `obj_list` with rank `src`'s objects and returns the list.
+        """Fills every rank's `obj_list` with the objects of group rank `src`, and returns the list.
 
         All lists must have the same length.
         """
@@ -899,27 +909,29 @@ class GroupCoordinator:
     @host_call(_OBJECTS)
     @transfer("send_object")
     def send_object(self, obj: Any, dst: int | None = None) -> None:
-        """Sends an object to rank `dst` (default: the next rank)."""
+        """Sends an object to group rank `dst` (default: the next rank), which must call recv_object."""
         dst = messages.destination(self.context, "send_object", dst)
         self._messenger.send(self._messenger.post(obj, dst, waits=True), dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
     def recv_object(self, src: int | None = None) -> Any:
-        """Returns the object that rank `src` (default: the previous rank) sends."""
+        """Returns the object that group rank `src` (default: the previous rank) sends."""
         return self._messenger.recv(messages.source(self.context, "recv_object", src))
 
     @host_call(_OBJECTS)
     @transfer("isend_object")
     def isend_object(self, obj: Any, dst: int | None = None) -> SendHandle:
-        """Starts send_object. The object's tensors must not change before `wait()` returns."""
+        """Starts send_object. The object's tensors must not change before the handle's `wait()` returns."""
         dst = messages.destination(self.context, "isend_object", dst)
         return self._messenger.isend(self._messenger.post(obj, dst), dst)
 
     @host_call(_OBJECTS)
     @transfer("irecv_object")
     def irecv_object(self, src: int | None = None) -> ReceiveHandle:
-        """Starts recv_object; `wait()` returns the object. Handles receive in the order in which they were started."""
+        """Starts recv_object; the handle's `wait()` returns the object. Handles receive objects in the order of their
+        creation.
+        """
         return self._messenger.irecv(messages.source(self.context, "irecv_object", src))
 
     def broadcast_tensor_dict(
@@ -931,10 +943,10 @@ class GroupCoordinator:
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any]:
-        """Returns rank `src`'s dict on every rank. Rank `src` gets its own dict back.
+        """Returns the dict of group rank `src` on every rank. Rank `src` gets its own dict back.
 
-        Arguments and errors are as in recv_tensor_dict. Rank `src` must not pass `out`. With `views`, several receivers
-        can share memory, so they must not write to the tensors.
+        `spec`, `out`, `views` and errors are as in recv_tensor_dict. Rank `src` must not pass `out`. With `views`,
+        several receivers can share memory, so they must not write to the tensors.
         """
         checks.check_rank(self.context, "broadcast_tensor_dict", "src", src)
         messages.check_options(self.context, "broadcast_tensor_dict", spec=spec)
@@ -965,12 +977,13 @@ class GroupCoordinator:
         *,
         spec: TensorDictSpec | None = None,
     ) -> dict[Any, Any] | None:
-        """Sends a dict of tensors and other values to rank `dst` (default: the next rank). Gradients are not sent.
+        """Sends a dict of tensors and other values to group rank `dst` (default: the next rank). Gradients are not
+        sent.
 
         Returns None; in a group of one rank, returns the dict itself, as vLLM does.
 
-        - `all_gather_group`: a group whose ranks all hold the same tensors. Each rank sends one slice of each tensor
-          that divides evenly. The receivers gather the slices over their own `all_gather_group`.
+        - `all_gather_group`: a group whose ranks all hold the same tensors. Each of these ranks sends one slice of each
+          tensor that divides evenly. The receivers gather the slices over their own `all_gather_group`.
         - `all_gather_tensors`: `{"residual": False}` sends the tensor `residual` whole. Needed for tensors that differ
           between ranks of `all_gather_group`.
         - `spec`: describes the dict in advance; the receiver passes an equal spec. The call can then be compiled.
@@ -1008,14 +1021,16 @@ class GroupCoordinator:
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any] | Any:  # only a group of one rank has nothing to receive
-        """Returns the dict that rank `src` (default: the previous rank) sends.
+        """Returns the dict that group rank `src` (default: the previous rank) sends.
 
         CPU tensors are received on the CPU, others on the group's device. In a group of one rank, returns None.
 
-        - `all_gather_group`, `spec`: as in send_tensor_dict. `all_gather_tensors` is needed only with `spec`.
+        - `all_gather_group`, `spec`: as in send_tensor_dict.
+        - `all_gather_tensors`: as in send_tensor_dict, needed only with `spec`: other messages contain this
+          information.
         - `out`: tensors to receive into, one for each sent tensor, with equal shape, dtype and device type. The
           returned dict contains them. After an error their content is undefined.
-        - `views`: tensors can be views of this host's shared memory. They stay valid after the group or the sender
+        - `views`: tensors can be views of this host's shared memory. The views stay valid after the group or the sender
           ends. Small tensors are copied. While this rank keeps more than 256 MiB of a sender's views, large tensors of
           that sender are copied, too.
 
@@ -1050,7 +1065,7 @@ class GroupCoordinator:
         all_gather_group: AllGatherGroup | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> SendHandle:
-        """Starts send_tensor_dict. Change the tensors only after `wait()`.
+        """Starts send_tensor_dict. Change the tensors only after the handle's `wait()`.
 
         In a group of one rank, iterating over the handle yields nothing.
         """
@@ -1073,11 +1088,12 @@ class GroupCoordinator:
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> ReceiveHandle:
-        """Starts to receive a dict; the handle's `wait()` returns the dict.
+        """Starts to receive a dict from group rank `src` (default: the previous); the handle's `wait()` returns the
+        dict.
 
-        Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. `out`, `views`: see
-        recv_tensor_dict. In a group of one rank `wait()` returns None, and the handle unpacks to None and two empty
-        lists.
+        Every rank of `all_gather_group` must call `wait()`. `all_gather_tensors` has no effect. `all_gather_group`,
+        `out` and `views` are as in recv_tensor_dict. In a group of one rank `wait()` returns None, and the handle
+        unpacks to None and two empty lists.
         """
         messages.check_options(self.context, "irecv_tensor_dict", all_gather_group, all_gather_tensors)
         buffers = checked_buffers(self.context, "irecv_tensor_dict", out, views)

@@ -56,9 +56,10 @@ def create_group(
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
     Every rank of the group must call this, or with `division` every rank of the world. `make`: the class to
-    instantiate. `pool`: creates or shares process groups. `name`: begins `unique_name`. `division`, `near`, `unshared`:
-    see ProcessGroupPool.acquire. `domain`: the ranks whose death fails the group, by default all ranks of the world.
-    `given`: process groups of the program, used instead of the pool's. `owns_pool`: the group closes `pool`.
+    instantiate. `pool`: creates or shares process groups. `name`: begins `unique_name`. `traits`: the group's device
+    and options. `division`, `near`, `unshared`: as in ProcessGroupPool.acquire. `domain`: the ranks whose death fails
+    the group, by default all ranks of the world. `given`: process groups of the program, used instead of the pool's.
+    `owns_pool`: the group closes `pool`.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory
@@ -144,7 +145,7 @@ def _set_timeouts(device: Acquired, cpu_group: LazyProcessGroup, at_creation_s: 
 
 
 def follow(pool: ProcessGroupPool, ranks: Sequence[int], caller: str) -> None:
-    """Starts failure detection among `ranks`, which all must call this. `caller`: the function that errors name."""
+    """Starts failure detection among `ranks`, which all must call this. `caller`: function name for errors."""
     from device_communicators.c10d.world import World, address_of
     from device_communicators.cpu.watching import meet
 
@@ -180,8 +181,8 @@ def wrap(
 ) -> Group:
     """Implements `GroupCoordinator.from_process_group`. `make`: the class to instantiate.
 
-    `outer_of`: returns the pool and failure domain of from_process_group's argument `within`, after a check that it
-    contains the given ranks. None if the program passed no `within`.
+    `outer_of`: a function that returns the pool and failure domain of the argument `within`, and raises if `within`
+    lacks a passed rank; None without `within`.
     """
     forks.check("from_process_group()")
     given = examine(process_group, cpu_group, device)
@@ -209,7 +210,9 @@ def wrap(
 
 
 def ranks_inside(context: GroupContext, ranks: Sequence[int], *, must_ascend: bool) -> list[int]:
-    """Returns the global ranks of the group's `ranks`. Raises InvalidArgumentError for wrong ones."""
+    """Returns the global ranks of `ranks`, ranks in the group. Raises InvalidArgumentError for wrong or, with
+    `must_ascend`, unsorted ranks.
+    """
     if not isinstance(ranks, (list, tuple, range)):
         raise InvalidArgumentError(
             f"ranks of a sub-group of {context} must be a list of ints, but is a {type(ranks).__name__}"

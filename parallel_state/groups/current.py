@@ -43,8 +43,8 @@ _CONTEXT: contextvars.ContextVar[Any] = contextvars.ContextVar("parallel_state_g
 class _Forwards:
     """Records which groups were current when one thread's autograd nodes were created.
 
-    Autograd doesn't record which asyncio task created a node. So a node of an event loop has no record, and its
-    backward uses the groups that are current during the backward.
+    Autograd doesn't record which asyncio task created a node. So a node created in an event loop has no record, and the
+    node's backward uses the groups that are current during the backward.
     """
 
     any_exist: ClassVar[bool] = False
@@ -115,7 +115,8 @@ leave_to_interpreter(_find)
 class _Current:
     """Has the current groups as its attribute `groups`. torch.compile sets a guard on the attribute's value.
 
-    dynamo calls the getter instead of tracing it, because it takes the getter's type, `instancemethod`, for C code.
+    dynamo takes the getter for C code, because of its type `instancemethod`, so dynamo calls the getter instead of
+    tracing it.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

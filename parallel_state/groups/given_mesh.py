@@ -54,7 +54,7 @@ def read(
 
 
 def _order_of(mesh: DeviceMesh, world: GroupCoordinator) -> str:
-    """Returns the mesh's axes by ascending stride, such as `tp-ep-dp`. Inserts `ep` after `tp` and `cp`."""
+    """Returns the axes by ascending stride in the mesh, and `ep`, joined by `-`."""
     position = {rank: index for index, rank in enumerate(world.context.ranks)}
     positions = mesh.mesh.clone().apply_(lambda rank: position[int(rank)])
     names = mesh.mesh_dim_names or ()

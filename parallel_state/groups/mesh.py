@@ -68,7 +68,8 @@ def _size(layout: Layout, name: str) -> int:
 
 
 def _dims_of_root(layout: Layout, grid: Grid, wanted: Sequence[str]) -> list[str]:
-    """Returns the dims of a mesh over the whole world, slowest-varying first. A mesh with dims `wanted` is its slice.
+    """Returns the dims of a mesh over the whole world, slowest-varying first. Slicing this mesh gives one with dims
+    `wanted`.
 
     `grid`: the layout's numbering of ranks that has the wanted axes.
     """

@@ -43,10 +43,7 @@ from parallel_state.process_groups.pool import ProcessGroupPool
 
 @dataclass
 class VirtualPipeline:
-    """Several stages on each pipeline rank, assigned in turn: with `size` 2, pipeline rank 0 of 2 has stages 0 and 2.
-
-    `rank`: the virtual stage that runs now.
-    """
+    """Several stages per pipeline rank, assigned in turn: with `size` 2, pipeline rank 0 of 2 has stages 0 and 2."""
 
     size: int
     rank: int = 0
@@ -95,7 +92,7 @@ class ParallelGroups:
 
         The first use creates the group, so every rank of the group must call this. All ranks must create their groups
         in the same order. Raises LayoutError for a kind that the layout lacks, GroupNotInitializedError if this rank is
-        in no such group (`embedding` on a middle stage), CommunicationError if a rank of the group doesn't call it in
+        in no such group (`embedding` on a middle stage), CommunicationError if a rank of the group doesn't call this in
         time.
         """
         group = self.try_get(name)
@@ -111,8 +108,8 @@ class ParallelGroups:
         return None if name in self.layout.missing else self._made(name)
 
     def ranks_of(self, name: str) -> list[int]:
-        """Returns the global ranks of a group without creating it. Raises LayoutError and GroupNotInitializedError as
-        `get` does.
+        """Returns the global ranks of this rank's group of a kind, without creating the group. Raises LayoutError and
+        GroupNotInitializedError as `get` does.
         """
         group = self.groups.get(name)
         if group is not None:
@@ -261,7 +258,7 @@ def create_parallel_groups(
 ) -> ParallelGroups:
     """Creates the groups of a layout over the ranks of `world`; leaves the process-wide groups unchanged.
 
-    Every rank of `world` must call it with the same arguments. Most are those of initialize_model_parallel.
+    Every rank of `world` must call it with the same arguments. Most arguments are those of initialize_model_parallel.
     `custom_all_reduce=False` forbids this library's kernels in the tensor-parallel group. `ranks_per_node` determines
     which data-parallel ranks share a node. Only deaths in `world` fail these groups.
 
@@ -404,7 +401,9 @@ class _Division:
         return sorted((name, options) for name, options in self.options.items() if options != usual)
 
     def make(self, name: str, groups: ParallelGroups) -> GroupCoordinator | None:
-        """Creates this rank's group of kind `name`, or returns None if there is none. All its ranks must call this."""
+        """Creates this rank's group of kind `name`; returns None if there is none. All ranks of the group must call
+        this.
+        """
         ranks = self._ranks(name)
         if self.world.route.closed or self.failure_domain == "root":
             self.world.route.check_usable()
@@ -417,7 +416,9 @@ class _Division:
         return self._create(name, groups, ranks, everyone=False)
 
     def make_at_start(self, name: str, groups: ParallelGroups) -> None:
-        """Adds this rank's group of kind `name` to `groups`. All ranks of `world` must call it, even if in no group."""
+        """Adds this rank's group of kind `name` to `groups`. All ranks of `world` must call this, even those in no such
+        group.
+        """
         ranks = self._ranks(name)
         everyone = self.world.world_size == self.pool.world_size and name not in self.adopted
         if ranks:
@@ -433,13 +434,14 @@ class _Division:
             self._divide(name, groups)
 
     def _is_lazy(self, name: str) -> bool:
-        """Returns True if groups of kind `name` create their gloo group at its first use."""
         if BY_NAME[name].always_made:
             return False
         return self.world.device.type != "cuda" or not (self.eager or name in self.made)
 
     def _divide(self, name: str, groups: ParallelGroups) -> None:
-        """Creates communicators of groups `name` by splitting the world's. Every rank of the world must call this."""
+        """Splits the world's communicator into those of the groups of kind `name`. Every rank of the world must call
+        this.
+        """
         own, rank = groups.groups.get(name), self.world.rank_in_group
         if self.pool.divides(self.options[name]):
             color = next((at for at, ranks in enumerate(self.layout.groups(name)) if rank in ranks), 0)

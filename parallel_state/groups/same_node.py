@@ -17,7 +17,7 @@ from parallel_state.groups.coordinator import GroupCoordinator
 
 @host_call(OUTSIDE)
 def in_the_same_node_as(pg: Any, source_rank: int = 0) -> list[bool]:
-    """Returns, for each rank of `pg`, True if it shares memory with rank `source_rank`.
+    """Returns, for each rank of `pg`, True if it shares memory with group rank `source_rank`.
 
     `pg`: a GroupCoordinator, or a ProcessGroup for CPU tensors. Each of its ranks must call this function. If
     `source_rank` can't create a segment, the result is True for that rank only. Raises InvalidArgumentError for a wrong
@@ -69,7 +69,7 @@ def find_sharers(is_source: bool, broadcast: Callable[[str], str], gather: Calla
 
 
 def nodes_of(pg: Any, find: Callable[[Any, int], list[bool]] = in_the_same_node_as) -> list[list[int]]:
-    """Returns the ranks of each node, by calls of `find`. Every rank of `pg` must call this."""
+    """Returns the ranks of each node. Every rank of `pg` must call this. `find`: works as in_the_same_node_as."""
     size = pg.size() if isinstance(pg, dist.ProcessGroup) else pg.world_size
     nodes: list[list[int]] = []
     waiting = list(range(size))

@@ -42,7 +42,7 @@ def simulate(
     """Returns the groups of `rank` in one process, to check shapes. Calls act as if all ranks had this rank's tensors.
     Works before any init.
 
-    Sizes, order and errors are those of initialize_model_parallel. `ranks_per_node`: see create_parallel_groups.
+    Sizes, order and errors are those of initialize_model_parallel. `ranks_per_node`: as in create_parallel_groups.
     """
     asked = named_sizes(tensor_model_parallel_size, pipeline_model_parallel_size, data_parallel_size, sizes)
     layout = resolve_layout(world_size, asked, order, ranks_per_node=ranks_per_node)
@@ -78,8 +78,8 @@ def simulate(
 def simulated_group(
     ranks: list[int], rank: int, *, name: str = "simulated", device: torch.device | str = "cpu"
 ) -> GroupCoordinator:
-    """Returns a group of the global `ranks` in one process, which acts as `rank`. Calls return what they would if all
-    ranks had this rank's tensors.
+    """Returns a group of the global `ranks` in one process, which acts as `rank`. Calls act as if all ranks had this
+    rank's tensors.
     """
     if rank not in ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgumentError(f"ranks must be distinct and include rank {rank}, but are {ranks}")
