@@ -179,7 +179,7 @@ def _destroy_default_group(own: dist.ProcessGroup | None) -> None:
 
 
 def device_of(backend: str, place: ProcessEnvironment) -> torch.device:
-    """Returns this rank's device for `backend`. If it is a GPU, makes it the current device."""
+    """Returns this rank's device for `backend`. A GPU also becomes the current device."""
     # A default group created without a backend is `undefined`: it has gloo and, with CUDA, NCCL.
     if "nccl" not in backend and not (backend == "undefined" and torch.cuda.is_available()):
         return torch.device("cpu")
@@ -344,9 +344,9 @@ def _with_free_port(place: ProcessEnvironment) -> ProcessEnvironment:
 
 
 def check_shared_gpus(world: GroupCoordinator) -> None:
-    """Raises an error, or with PARALLEL_STATE_SHARE_GPUS logs a warning, if ranks share a GPU.
+    """Raises an error if ranks share a GPU; with PARALLEL_STATE_SHARE_GPUS, logs a warning instead.
 
-    Every rank must call it.
+    Every rank must call this.
     """
     if world.device.type != "cuda" or world.world_size == 1:
         return
@@ -363,7 +363,7 @@ def check_shared_gpus(world: GroupCoordinator) -> None:
 
 
 def hosts_of(world: GroupCoordinator) -> list[list[int]]:
-    """Returns the ranks of each host. Every rank must call it."""
+    """Returns one list of ranks for each host. Every rank must call this."""
     memory = world.context.host_memory
     if torch_internals.is_fake():
         return [world.ranks]

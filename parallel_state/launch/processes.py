@@ -54,7 +54,7 @@ _HINT = (
 
 
 def _unnamed_file() -> Any:
-    """Opens an unnamed file, in memory if possible. Raises OSError if there is no space for a report."""
+    """Opens an unnamed file, in memory if possible. Raises OSError if there is no space for a worker's report."""
     file: Any = None
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # EPERM or ENOSYS in a sandbox

@@ -49,7 +49,8 @@ AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # if True, torch's env:// doesn't 
 
 @contextmanager
 def meeting_point(config: LaunchConfig, secret: bytes, library: Any, deadline: float) -> Iterator[dict[str, str]]:
-    """Yields the environment variables by which ranks find the job's store, which the first node serves in this block.
+    """Yields the environment variables by which ranks find the job's store. The first node serves this store within the
+    block.
 
     `secret` and `library` are from `secret_and_library`. `deadline` is the launch's, in monotonic time.
     """
@@ -175,8 +176,8 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports that this node's ranks are done. The node that serves the store then waits for the ranks of all nodes,
-    until `deadline` at most.
+    """Reports that this node's ranks are done. On the node that serves the store, waits until `deadline` for the ranks
+    of all nodes.
     """
     done, world = 0, config.world_size or 1
     try:

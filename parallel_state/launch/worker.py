@@ -68,7 +68,6 @@ class Inheritance:
         )
 
     def take_over(self) -> None:
-        """Applies the launcher's umask, cores, limits and signal mask to this process, as far as permitted."""
         if self.umask is not None:
             os.umask(self.umask)
         if self.cores and self.cores != os.sched_getaffinity(0):
@@ -294,8 +293,8 @@ def _take_secret(secret: bytes) -> None:
 
 
 def _die_with_launcher(leash: int, name: str) -> None:
-    """Names this process `name`. Makes the kernel kill it when the launcher exits, even while a thread holds the GIL.
-    `leash`: descriptor of a pipe whose other end only the launcher has.
+    """Names this process `name`. Makes the kernel kill this process when the launcher exits, even while a thread holds
+    the GIL. `leash`: descriptor of a pipe whose other end only the launcher has.
     """
     multiprocessing.current_process().name = name
     name_this_thread(name)

@@ -133,8 +133,8 @@ class Layout:
         return (*axes, *self.spans, *self.ends, *self.parts)
 
     def size(self, *names: str) -> int:
-        """Returns the number of ranks in a group of the kind `names` (see `Layout`), or the largest number if sizes
-        differ.
+        """Returns the number of ranks in a group of the kind `names` (see `Layout`). If sizes differ, returns the
+        largest.
         """
         if len(names) == 1 and names[0] in self.ends:
             return max(map(len, self.groups(*names)))

@@ -196,7 +196,7 @@ def _expert_grid(
 ) -> Grid | str:
     """Returns the numbering of ranks for expert layers; `dense` is the numbering for dense layers.
 
-    If no numbering fits, returns the reason as a text; raises LayoutError instead if the caller passed a size of expert
+    If no numbering fits, returns the reason as a text, or raises LayoutError if the caller passed a size of expert
     layers. `expanded`: the axes of the order `preset`, in which `dp_shard` and `dp_replicate` replace `dp`. `given`:
     the passed sizes.
     """
@@ -265,7 +265,7 @@ def _decode(dense: Grid, size: int) -> tuple[Grid | tuple[str, ...], str]:
     """Computes decode-context-parallel groups (dcp) of `size` ranks, as in vLLM; -1 means the largest size.
 
     If pcp (prefill-context-parallel) is 1, dcp divides tp: returns a grid with the axis dcp. Otherwise returns the axes
-    that dcp spans: none, pcp, or pcp and tp. Also returns a text for the layout's title.
+    that dcp spans: none, pcp, or pcp and tp. The second result is a text for the layout's title.
     """
     tp, pcp = dense.size("tp"), dense.size("pcp")
     dcp = tp * pcp if size == -1 else size
@@ -312,7 +312,9 @@ def _instances(order: str, dense: Grid, experts: Grid | str, given: Mapping[str,
 
 
 def _node_grid(dense: Grid, ranks_per_node: int | None) -> Grid | str:
-    """Returns a grid whose axis dp is split into ranks within and across nodes, or the reason why it can't be."""
+    """Returns a grid whose axis dp is split into ranks within and across nodes. If that is impossible, returns the
+    reason.
+    """
     if ranks_per_node is None:
         return "the nodes may have different numbers of ranks, or ranks that aren't consecutive; pass ranks_per_node"
     if not isinstance(ranks_per_node, int) or isinstance(ranks_per_node, bool) or ranks_per_node < 1:

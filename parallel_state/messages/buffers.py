@@ -61,7 +61,7 @@ def refused(context: GroupContext, out: Buffers, problem: str, remedy: str) -> I
 
 
 def note_writes(out: Buffers) -> None:
-    """Increments the version counters of the tensors in `out`: autograd can't detect the writes to them."""
+    """Increments the version counters of the tensors in `out`, because autograd can't detect the writes to them."""
     written = [buffer for buffer in out.tensors.values() if not buffer.is_inference()]
     if written:
         torch.autograd.graph.increment_version(written)
@@ -74,7 +74,8 @@ def place(context: GroupContext, src: int, received: Any, out: Buffers) -> Any:
 
 
 def fill(context: GroupContext, src: int, received: Any, out: Buffers) -> dict[str, Any]:
-    """Returns the dict `received` with its tensors in the buffers `out`. Copies tensors that aren't there yet.
+    """Returns the dict `received` from group rank `src`, with its tensors in the buffers `out`. Copies tensors that
+    were received elsewhere.
 
     If a tensor doesn't fit, raises an error and changes no buffer.
     """

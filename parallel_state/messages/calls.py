@@ -85,7 +85,9 @@ def source(context: GroupContext, operation: str, src: int | None) -> int:
 
 
 def _check_message(context: GroupContext, operation: str) -> None:
-    """Raises if messages need a gloo group that doesn't exist yet: sender and receiver alone can't create it."""
+    """Raises if messages need a gloo group that doesn't exist yet, because sender and receiver alone can't create this
+    group.
+    """
     checks.check_no_transform(context, operation)
     context.check_cpu_group(operation)
 

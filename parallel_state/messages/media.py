@@ -1,6 +1,6 @@
 """Carries messages through the compiled library.
 
-Tensors on a device such as a GPU always go by transfers.
+Tensors on a device such as a GPU always go by transfers (the group's send, recv and broadcast).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def medium_of(route: Route) -> RouteMedium:
 
 
 def _method_of(reader: Reader) -> int:
-    """Returns the method that receives `reader`'s message, as its index in TRANSFERS. Errors name this method.
+    """Returns the GroupCoordinator method that receives the message of `reader`, as an index of TRANSFERS. Errors name
+    this method.
 
     A receive with a spec first completes earlier receives. If these have no spec, their method is recv_tensor_dict.
     """
@@ -67,7 +68,7 @@ _Receiver = Receiver | StreamReceiver | ToAllReceiver
 
 class LibraryMedium(RouteMedium):
     def __init__(self, route: Route, channels: Channels | MessageStreams | None) -> None:
-        """`channels`: sends messages to single ranks. Without it, they are sent as transfers over `route`."""
+        """`channels`: send messages to single ranks. If None, messages are sent as transfers over `route`."""
         super().__init__(route)
         self.channels = channels
         self._queues, self._streams = cast(Channels, channels), cast(MessageStreams, channels)
@@ -169,7 +170,7 @@ class LibraryMedium(RouteMedium):
     def announce(self, call: UserCall) -> None:
         """Numbers the broadcast `call` as one of the group's collectives.
 
-        A peer in another collective reads no messages, but compares calls of equal number. So it detects the mismatch.
+        A peer in another collective reads no messages, but compares calls of equal number, and so detects the mismatch.
         """
         if (collectives := self.route.context.collectives) is not None:
             collectives.announce(call.root, self._queues.spin_ns, call)

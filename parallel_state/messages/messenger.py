@@ -86,11 +86,11 @@ class Messenger:
         *,
         waits: bool = False,
     ) -> Outgoing | Handle | None:
-        """Sends `obj` without Python code if possible. Returns None if the send is complete, the handle of a started
-        send, or the encoded message, which the caller must then send.
+        """Sends `obj` to group rank `dst` without Python code, if possible. Returns None if the send is complete, a
+        handle if it was started, else the encoded message, which the caller must send.
 
         `waits`: completes the send before returning. `must_be`: the required type of `obj`. `group`,
-        `all_gather_tensors`: see `GroupCoordinator.send_tensor_dict`.
+        `all_gather_tensors`: as in `GroupCoordinator.send_tensor_dict`.
         """
         if self._unwaited:
             self._forget_sent()
@@ -104,7 +104,7 @@ class Messenger:
         return self.encode(obj, must_be, group, all_gather_tensors)
 
     def isend(self, outgoing: Outgoing | Handle | None, dst: int) -> SendHandle:
-        """Starts to send the result of `post`. Raises MessageEncodeError if the object can't be encoded."""
+        """Starts to send `outgoing`, the result of `post`. Raises MessageEncodeError if the object can't be encoded."""
         if outgoing is None:
             return SendHandle(self, ())
         if self._unwaited:
@@ -118,7 +118,7 @@ class Messenger:
         return handle
 
     def send(self, outgoing: Outgoing | Handle | None, dst: int) -> None:
-        """Sends the result of `post`, and returns when the tensors can be changed."""
+        """Sends `outgoing`, the result of `post`, and returns when the tensors can be changed."""
         if outgoing is None:
             return
         if self._pending:
@@ -257,7 +257,7 @@ class Messenger:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
     def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Decodes the object of rank `src` from the message's `frame` and `received`, the bytes after the frame."""
+        """Decodes the object that group rank `src` sent. `received`: the bytes of the message after `frame`."""
         offset, context = header.rest_bytes, self.route.context
         body = wire.body_of(header, frame, received[:offset])
         if header.is_error:
@@ -281,7 +281,9 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_list(self, tensors: Sequence[Tensor], form: str, src: int) -> None:
-        """Receives into `tensors`. `form`: text or digest of the expected spec."""
+        """Receives a dict's tensors from group rank `src` into `tensors`. `form`: text or digest of the expected
+        spec.
+        """
         flat = _all_dense(tensors)
         on_cpu, on_device = self._split_by_device(flat, _RECEIVED_LIST)
         if on_cpu:
@@ -292,9 +294,9 @@ class Messenger:
 
     @transfer("recv_tensor_dict with a spec")
     def recv_views(self, head: bytes, form: int, tensors: Sequence[codec.TensorMetadata], src: int) -> list[Tensor]:
-        """Receives a spec's tensors, if possible as views of the sender's memory.
+        """Receives a spec's tensors from group rank `src`, if possible as views of the sender's memory.
 
-        `head`: the head that the message must have. `form` (for C++, the address of a `Form`) and `tensors` (for
+        `head`: the required first bytes of the message. `form` (for C++, the address of a `Form`) and `tensors` (for
         Python) describe the tensors.
         """
         self._take_in_earlier(src)
@@ -357,7 +359,7 @@ class Messenger:
         return self.route.failure_of(error, "message", time.monotonic())
 
     def close(self) -> bool:
-        """Waits up to 5 s for sends that no caller waited for. Returns True if all are complete."""
+        """Waits up to 5 s for started sends without a `wait()`. Returns True if all sends are complete."""
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.route.first_failure is None:
             while self._unwaited and time.monotonic() < deadline:
@@ -371,9 +373,9 @@ class Messenger:
 
 
 class SendHandle:
-    """A started send. `parts`: handles of the message's transfers.
+    """A started send, made of transfers with the handles `parts`.
 
-    It keeps the tensors alive until they are sent. Change them only after `wait()`.
+    This object keeps the tensors alive until they are sent. Change the tensors only after `wait()`.
     """
 
     def __init__(self, messenger: Messenger, parts: Sequence[Handle]) -> None:
@@ -471,7 +473,7 @@ class ReceiveHandle:
 
     @host_call(WAITED_FOR)
     def take_in(self) -> None:
-        """Receives this message after those of all earlier handles for the same sender."""
+        """Receives this message, after the messages of all earlier handles for the same sender."""
         for handle in self._messenger.pending_up_to(self):
             if handle._lock._is_owned():  # type: ignore[attr-defined]
                 raise handler_error("wait", str(self._messenger.route.context), "recv")

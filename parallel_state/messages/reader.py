@@ -1,4 +1,4 @@
-"""Builds a received object, and carries messages by the group's calls send, recv and broadcast (*transfers*).
+"""Builds received objects, and carries messages by a group's send, recv and broadcast (*transfers*).
 
 The carrier of messages passes the head to a Reader's `take_head`, fills the tensors, and calls `build`.
 """
@@ -55,8 +55,8 @@ class Reader:
         *,
         gathers: bool = True,
     ) -> None:
-        """Prepares to receive an object from rank `src`. `owner`: the messenger or another allocator of tensors. `out`
-        and `views`: as in recv_tensor_dict.
+        """Prepares to receive an object from group rank `src`. `owner`: the messenger or another allocator of tensors.
+        `out` and `views`: as in recv_tensor_dict.
 
         With `gathers`, slices of tensors are all-gathered over `group` as they arrive. Otherwise `build` gathers them.
         """
@@ -80,7 +80,7 @@ class Reader:
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
         """Decodes a message's header and body. Returns the tensors into which the caller must receive.
 
-        `tensor_bytes`: the size of the CPU tensors that have arrived, if known.
+        `tensor_bytes`: the total size of the message's CPU tensors, if known.
         """
         owner, src, context = self._owner, self.src, self._owner.route.context
         if header.is_error:
@@ -201,7 +201,7 @@ class RouteMedium:
     def post(
         self, obj: object, dst: int, call: UserCall | None, cut: Cut, waits: bool = False
     ) -> Outgoing | Handle | bool:
-        """Tries to send the object to rank `dst`, or to all ranks if `call` is given, which is then a broadcast.
+        """Tries to send the object to group rank `dst` or, if the broadcast `call` is given, to all ranks.
 
         Returns True if the send is complete, and a handle if it was started. Otherwise nothing was sent: returns the
         encoded message, or False if the caller must encode the object.

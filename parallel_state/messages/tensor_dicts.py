@@ -75,7 +75,7 @@ class ConstantEntry:
 class TensorDictSpec:
     """Keys, shapes, dtypes and constants of a flat tensor dict. Sender and receiver must pass equal specs.
 
-    `carried`: the tensors that are sent.
+    `carried`: the tensors that are sent. `digest`: equal for equal entries.
     """
 
     entries: tuple[TensorEntry | ConstantEntry, ...]
@@ -140,7 +140,6 @@ class _KnownForm(NamedTuple):
     can_be_lent: bool
 
     def has_same_constants(self, tensors: dict[str, Any]) -> bool:
-        """Returns True if the constants in `tensors` are those of the spec. C++ code compares the tensors."""
         for each in self.constants:
             if each.key not in tensors or not _same_constant(tensors[each.key], each.value):
                 return False
@@ -318,10 +317,10 @@ def _run(
     peer: int,
     began: float = 0.0,
 ) -> None:
-    """Sends `pieces` to rank `peer`, or receives into them, by the torch op `op`.
+    """Sends `pieces` to group rank `peer`, or receives into them, by the torch op `op`.
 
-    Eager calls with plain CPU tensors call the messenger's `method` instead of `op`. `began`: the call's start, if C++
-    code began it, or 0.
+    Eager calls with plain CPU tensors call the messenger's `method` instead of `op`. `began`: start time of the call if
+    C++ code began it, else 0.
     """
     if not _is_plain(pieces):
         op(pieces, token, spec.digest, peer, messenger.route.key)

@@ -63,8 +63,8 @@ NOTHING = object()
 
 
 class AllGatherGroup(Protocol):
-    """A group whose ranks all need the same tensors. The sender sends each rank one slice of a tensor; the ranks
-    exchange the slices by `all_gather`.
+    """A group whose ranks all receive the same tensors: each rank receives one slice of a tensor, and `all_gather`
+    exchanges the slices.
     """
 
     world_size: int
@@ -92,8 +92,8 @@ class Header(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The part of each tensor that a rank sends: slice `mine` of `slices`, or all of it if its key is in `whole` or
-    `slices` is 0. Corresponds to `Cut` in csrc/pack.h.
+    """The part of each tensor that a rank sends: slice number `mine` of `slices`. If `slices` is 0, or the tensor's key
+    is in `whole`, the rank sends the whole tensor. Corresponds to `Cut` in csrc/pack.h.
     """
 
     slices: int = 0
@@ -147,7 +147,9 @@ def encode(
     *,
     allow_pickle: bool,
 ) -> Outgoing:
-    """Encodes `obj`. Never raises: after an error, returns a message with its text. `must_be`: required type."""
+    """Encodes `obj`. After an error, doesn't raise, but returns a message with the error's text. `must_be`: required
+    type.
+    """
     part = cut_of(all_gather_group, all_gather_tensors)
     if must_be is None or isinstance(obj, must_be):
         packed = codec_values.pack(obj, part)
@@ -176,7 +178,7 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut:
-    """Returns which slice of each tensor this rank sends: `WHOLE` without a group."""
+    """Returns which slice of each tensor this rank sends; without a group, `WHOLE`."""
     if group is None:
         return WHOLE
     whole = {key: None for key, gather in (all_gather_tensors or {}).items() if not gather}
@@ -201,7 +203,7 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Reads the header of a frame from rank `src`. Raises RemoteError if that rank sent an error."""
+    """Reads the header of a frame from group rank `src`. Raises RemoteError if that rank sent an error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"its frame has {len(data)} bytes, not {FRAME_BYTES}", context, src)
@@ -212,7 +214,9 @@ def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
 
 
 def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head_bytes: int | None = None) -> Header:
-    """Reads and checks the header at the start of `data`. `head_bytes`: total size of header and body, if known."""
+    """Reads and checks the header of a message from group rank `src`. `head_bytes`: size of header and body, if
+    known.
+    """
     if len(data) < _HEADER.size:
         raise not_a_message(
             f"its {len(data)} bytes are fewer than the {_HEADER.size} of a message's header", context, src

@@ -37,10 +37,10 @@ class Encoded(NamedTuple):
 
 
 def encode(obj: object, *, allow_pickle: bool = False) -> Encoded:
-    """Encodes an object. Raises MessageEncodeError with the path of keys to a value that can't be sent.
+    """Encodes an object. If a value can't be sent, raises MessageEncodeError with the keys that lead to this value.
 
-    The returned tensors are detached, not copied. With `allow_pickle`, values of other types are pickled,
-    including subclasses of known types.
+    The returned tensors are detached, not copied. With `allow_pickle`, values of other types are pickled, including
+    subclasses of known types.
     """
     try:
         try:

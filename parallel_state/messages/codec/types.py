@@ -224,7 +224,7 @@ def is_numpy(cls: type) -> bool:
 
 
 def numpy_parts(value: Any) -> tuple[str, tuple[int, ...], str, bytes]:
-    """Returns a numpy value's dtype, shape, order (`C` or `F`) and bytes."""
+    """Returns a numpy value's dtype, shape, memory order (`C` or `F`) and bytes."""
     import numpy
 
     array = numpy.asarray(value)

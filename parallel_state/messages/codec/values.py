@@ -87,7 +87,9 @@ def pack(value: object, cut: tuple[int, int, dict[str, None] | None]) -> Packed 
 
 
 class RefusedError(Exception):
-    """A value can't be sent. `what` describes the value; each container around it appends its key to `path`."""
+    """Raised if a value can't be sent. `what` describes the value; each container around it appends its key to
+    `path`.
+    """
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what, remedy)
