@@ -16,7 +16,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 def layers_in(variable: str, num_hidden_layers: int, pp_size: int) -> list[int] | None:
     """Returns the numbers of layers in the environment variable `variable`, such as `5,2`; None if unset. Raises
-    InvalidArgumentError unless it lists `pp_size` numbers whose sum is `num_hidden_layers`.
+    InvalidArgumentError unless the variable lists `pp_size` numbers whose sum is `num_hidden_layers`.
     """
     given = os.environ.get(variable)
     if not given:

@@ -19,7 +19,7 @@ ANSWER_S = 1.0
 
 @dataclasses.dataclass
 class StoreGroup:
-    """Exchanges objects over `store`.
+    """Exchanges objects over `store`, a torch Store.
 
     Sender and receiver, or all ranks in a collective, must make their calls in the same order. Each send deletes
     objects older than `data_expiration_seconds`. The counters and `entries` are internal.

@@ -31,10 +31,7 @@ from parallel_state.state import get_nodes, try_get_pp_group, try_get_world_grou
 
 @contextmanager
 def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]]] | None]:
-    """Yields a group of all ranks, and a list of ranks for each host; or None in a world of one rank.
-
-    The group is the world group or, before init, a group over torch's default group.
-    """
+    """Yields a group of all ranks, and a list of ranks for each host; or None in a world of one rank."""
     from parallel_state.groups.world import hosts_of
 
     world = try_get_world_group()
@@ -55,7 +52,7 @@ def _world_or_default_group() -> Iterator[tuple[GroupCoordinator, list[list[int]
 def read_file_dist(path: str | PathLike[str]) -> io.BytesIO:
     """Returns a file's content on every rank: rank 0 reads and broadcasts it. Every rank must call this function.
 
-    If rank 0 can't read the file, it raises the error, and the other ranks raise RemoteError.
+    If rank 0 can't read the file, rank 0 raises the error, and the other ranks raise RemoteError.
     """
     with _world_or_default_group() as found:
         return io.BytesIO(Path(path).read_bytes()) if found is None else _read_and_broadcast(path, found[0])
@@ -108,15 +105,12 @@ def local_master_first() -> Iterator[None]:
 
 
 @contextmanager
-def _leader_first(find: Callable[[GroupCoordinator, list[list[int]]], Sequence[int]]) -> Iterator[None]:
-    """Runs the body on the first rank in the list `find(world, ranks_of_each_host)`, then on the other ranks in this
-    list.
-    """
+def _leader_first(find_ranks: Callable[[GroupCoordinator, list[list[int]]], Sequence[int]]) -> Iterator[None]:
     with _world_or_default_group() as found:
         if found is None:
             yield
         else:
-            with _in_turn(found[0], *find(*found)):
+            with _in_turn(found[0], *find_ranks(*found)):
                 yield
 
 

@@ -210,8 +210,8 @@ def wrap(
 
 
 def ranks_inside(context: GroupContext, ranks: Sequence[int], *, must_ascend: bool) -> list[int]:
-    """Returns the global ranks of `ranks`, ranks in the group. Raises InvalidArgumentError for wrong or, with
-    `must_ascend`, unsorted ranks.
+    """Converts `ranks` from ranks in the group to global ranks. Raises InvalidArgumentError for wrong ranks and, with
+    `must_ascend`, unsorted ones.
     """
     if not isinstance(ranks, (list, tuple, range)):
         raise InvalidArgumentError(

@@ -115,8 +115,7 @@ leave_to_interpreter(_find)
 class _Current:
     """Has the current groups as its attribute `groups`. torch.compile sets a guard on the attribute's value.
 
-    dynamo takes the getter for C code, because of its type `instancemethod`, so dynamo calls the getter instead of
-    tracing it.
+    dynamo doesn't trace the getter, because dynamo takes its type, `instancemethod`, for C code.
     """
 
     _new = ctypes.pythonapi.PyInstanceMethod_New

@@ -144,7 +144,7 @@ class ParallelGroups:
             return group
 
     def warm_up(self) -> None:
-        """Runs a small all-reduce on each group created so far. Every rank of the world must call it."""
+        """Runs a small all-reduce on each group created so far. Every rank of the world must call this."""
         for axis in AXES:
             if axis.name in self.groups:
                 verify_group(self.groups[axis.name])
@@ -183,11 +183,11 @@ class ParallelGroups:
     @contextmanager
     @host_call(OUTSIDE)
     def use(self) -> Iterator[ParallelGroups]:
-        """Makes these the current groups: getters return them instead of the process-wide groups.
+        """Makes these groups current: getters return them instead of the process-wide groups.
 
-        They are current in the body, and in asyncio tasks and threads that the body starts. They are also current in
-        the backward of tensors that the body computed; in an event loop, only if backward is called in the body. Call
-        backward in the thread of the forward.
+        The groups are current in the body, and in asyncio tasks and threads that the body starts. They are also current
+        in the backward of tensors that the body computed; in an event loop, only if backward is called in the body.
+        Call backward in the thread of the forward.
 
         In a thread-pool worker that was started in the body, getters raise UsageError unless the program calls
         `pool.submit(contextvars.copy_context().run, function)`. Threads that started before `use()` keep their groups.
@@ -337,9 +337,9 @@ def create_parallel_groups(
 def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = None) -> ParallelGroups:
     """Creates groups like `groups`, but data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 
-    Without `intra_node_size`, `sdp` is `dp`. With it (hybrid sharding), each `sdp` has `intra_node_size` neighbouring
-    ranks of `dp`, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the same
-    arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
+    Without `intra_node_size`, `sdp` is `dp`. With `intra_node_size` (hybrid sharding), each `sdp` has that many
+    neighbouring ranks of `dp`, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the
+    same arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
     """
     if groups.divide is None:
         raise GroupNotInitializedError(

@@ -54,7 +54,7 @@ _HINT = (
 
 
 def _unnamed_file() -> Any:
-    """Opens an unnamed file, in memory if possible. Raises OSError if there is no space for a worker's report."""
+    """Opens an unnamed file for a worker's report, in memory if possible. Raises OSError if there is no space."""
     file: Any = None
     if hasattr(os, "memfd_create"):
         with suppress(OSError):  # EPERM or ENOSYS in a sandbox
@@ -304,7 +304,9 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the fork server can't detect exits: the program started the server with SIGCHLD blocked."""
+    """Returns False if the fork server can't detect exits, because the program started the server with SIGCHLD
+    blocked.
+    """
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):

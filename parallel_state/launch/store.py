@@ -176,8 +176,8 @@ def _torch_store(config: LaunchConfig, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _leave_together(store: Any, config: LaunchConfig, deadline: float) -> None:
-    """Reports that this node's ranks are done. On the node that serves the store, waits until `deadline` for the ranks
-    of all nodes.
+    """Reports that this node's ranks are done. On the node that serves the store, waits at most until `deadline` for
+    the ranks of all nodes.
     """
     done, world = 0, config.world_size or 1
     try:

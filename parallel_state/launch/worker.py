@@ -121,7 +121,7 @@ class Start:
 class Report:
     """A worker's state, written to a file for the launcher. If `kind` is "result", the function's result follows.
 
-    `time`: when it was written. `summary`: the error's type and message. `text`: its traceback.
+    `time`: time of writing. `summary`: the error's type and message. `text`: the traceback.
     """
 
     kind: Literal["running", "result", "error", "interrupted"]

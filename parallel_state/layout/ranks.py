@@ -51,7 +51,7 @@ class Grid:
         return prod(size for _, size in self.axes[: self.names.index(axis)])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Returns axis -> the rank's position on it."""
+        """Returns axis -> position of `rank` on this axis."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in 0 … {self.world_size - 1}, but is {rank}")
         position = {}

@@ -256,17 +256,16 @@ class Messenger:
         except Exception as error:
             raise error if error is outgoing.error else self.failure_of(error)  # noqa: B904
 
-    def _value_of(self, src: int, header: Header, frame: Tensor, received: Tensor) -> Any:
-        """Decodes the object that group rank `src` sent. `received`: the bytes of the message after `frame`."""
+    def _value_of(self, src: int, header: Header, frame: Tensor, rest: Tensor) -> Any:
         offset, context = header.rest_bytes, self.route.context
-        body = wire.body_of(header, frame, received[:offset])
+        body = wire.body_of(header, frame, rest[:offset])
         if header.is_error:
             raise wire.remote_error(body, context, src)
         message, _ = wire.read_body(header, body, context, src, self.allow_pickle)
         tensors = [allocate(self, metadata, src) for metadata in message.tensors]
         for tensor in tensors:
             if tensor.nbytes:
-                as_bytes(tensor).copy_(received[offset : offset + tensor.nbytes])
+                as_bytes(tensor).copy_(rest[offset : offset + tensor.nbytes])
             offset += tensor.nbytes
         return wire.build(message, tensors, context, src)
 
@@ -388,7 +387,7 @@ class SendHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> None:
-        """Waits until the tensors can be changed. Raises the send's error if it failed."""
+        """Waits until the tensors can be changed. If the send failed, raises its error."""
         if self._parts:
             self._messenger.receive_meanwhile()
         for part in self._parts:

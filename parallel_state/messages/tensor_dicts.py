@@ -1,10 +1,9 @@
-"""Sends tensor dicts that sender and receiver describe by equal specs. Only the spec's digest and tensors are sent.
+"""Sends tensor dicts that sender and receiver describe by equal specs. Only the spec's digest and non-empty tensors are
+sent.
 
     first = group.recv_tensor_dict()             # eager, with metadata
     spec = TensorDictSpec.of(first)              # the sender passes the dict that it sent
     then = group.recv_tensor_dict(spec=spec)     # also under torch.compile(fullgraph=True)
-
-Only tensors with elements are sent.
 """
 
 from __future__ import annotations

@@ -178,7 +178,6 @@ def encode(
 
 
 def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut:
-    """Returns which slice of each tensor this rank sends; without a group, `WHOLE`."""
     if group is None:
         return WHOLE
     whole = {key: None for key, gather in (all_gather_tensors or {}).items() if not gather}
@@ -203,7 +202,6 @@ def can_be_cut(numel: int, slices: int) -> bool:
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
-    """Reads the header of a frame from group rank `src`. Raises RemoteError if that rank sent an error."""
     data = bytes_of(frame)
     if len(data) != FRAME_BYTES:
         raise not_a_message(f"its frame has {len(data)} bytes, not {FRAME_BYTES}", context, src)

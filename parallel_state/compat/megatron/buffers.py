@@ -65,7 +65,6 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def get_global_symmetric_memory_buffer() -> Any:
-    """Returns the buffer in symmetric memory that Megatron's setter created. Raises NotInitializedError before that."""
     return _get("symmetric_memory")
 
 

@@ -114,7 +114,7 @@ def initialize_model_parallel(
             for kind in _GLOO_KINDS:  # made now: later perhaps not all ranks of a group call the getter
                 lookup.gloo_group_of(kind)
         if create_all_gather_group:
-            lookup.OPTIONS["dp_cp_ag"] = _apart("dp_cp", timeout)
+            lookup.OPTIONS["dp_cp_ag"] = _create_second_group("dp_cp", timeout)
         _make_context_parallel(hierarchical_context_parallel_sizes, hybrid_context_parallel, timeout)
         if virtual_pipeline_model_parallel_size is not None:
             lookup.CHOSEN["get_virtual_pipeline_model_parallel_rank"] = 0
@@ -154,7 +154,7 @@ def destroy_model_parallel() -> None:
 
 
 def _join_world() -> None:
-    """Creates the world group over torch's default group. First destroys one over an earlier default group."""
+    """Creates the world group over torch's default group, in place of one over an earlier default group."""
     world = state.try_get_world_group()
     if world is not None and _JOINED and _JOINED[0]() is not dist.group.WORLD:
         destroy_model_parallel()
@@ -204,8 +204,7 @@ def _lists(kind: str) -> list[list[int]]:
     return state.get_parallel_groups().layout.groups(kind)
 
 
-def _apart(kind: str, timeout: timedelta | None) -> Any:
-    """Creates a second process group with the ranks of each group of `kind` (such as `dp_cp`). Returns this rank's."""
+def _create_second_group(kind: str, timeout: timedelta | None) -> Any:
     made = {
         tuple(ranks): process_groups.create_group(ranks, timeout, group_desc=f"{kind}_ag") for ranks in _lists(kind)
     }
@@ -225,10 +224,10 @@ def create_all_gather_groups(
     """
     if not lookup.has_group("dp"):
         raise NotInitializedError("call initialize_model_parallel() before create_all_gather_groups()")
-    dense = _apart("dp_cp", timeout)
+    dense = _create_second_group("dp_cp", timeout)
     if not for_expert_parallelism or lookup.size_of("ep") == 1:
         return dense, None
-    return dense, _apart("edp", timeout)
+    return dense, _create_second_group("edp", timeout)
 
 
 def update_pg_timeout(timeout: timedelta, pg: Any = None) -> None:

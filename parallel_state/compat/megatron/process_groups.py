@@ -101,7 +101,7 @@ def create_hierarchical_groups(
 
 
 def create_hybrid_dp_cp_groups(rank: int, ranks: Sequence[int], pg_options: Any) -> dict[int, Any]:
-    """Divides `ranks` into groups of 2, of 4, … ranks. Returns a dict from group size to the group of `rank` .
+    """Divides `ranks` into groups of 2, of 4, … ranks. Returns a dict from group size to this rank's group.
 
     All ranks of the world must call this.
     """
@@ -174,8 +174,7 @@ def process_group_collection(groups: ParallelGroups | None = None) -> Any:
 
 
 def coordinators_of(collection: Any, *names: str) -> dict[str, GroupCoordinator]:
-    """Returns a dict: field name -> GroupCoordinator, for those fields `names` of a ProcessGroupCollection that have a
-    group.
+    """Returns field name -> GroupCoordinator for those fields `names` of a ProcessGroupCollection that have a group.
 
     The caller still owns the process groups. Every rank of the groups must call this with the same fields in the same
     order.

@@ -219,8 +219,8 @@ class GroupCoordinator(GroupView):
         return self._dispatch([hidden_states, topk_weights, topk_ids], extra_tensors, is_sequence_parallel)
 
     def combine(self, hidden_states: Tensor, is_sequence_parallel: bool = False) -> Tensor:
-        """Sums the experts' results over all ranks. Returns the rows of the tokens that this rank passed to its latest
-        dispatch. `is_sequence_parallel` must be that of the dispatch.
+        """Sums the experts' results over the ranks from which the latest dispatch gathered. Returns the rows of the
+        tokens that this rank passed to the dispatch. `is_sequence_parallel` must be that of the dispatch.
         """
         if not self._all2all:
             return hidden_states

@@ -59,7 +59,7 @@ def _check_alone() -> None:
 
 
 def _answer(ask: Any) -> Any:
-    """Calls the plug-in function `ask`. Returns None if `ask` raises, because vLLM treats such plug-ins as inactive."""
+    """Calls `ask`. Returns None if `ask` raises, because vLLM treats such plug-ins as inactive."""
     try:
         return ask()
     except Exception:

@@ -138,7 +138,7 @@ def stateless_init_torch_distributed_process_group(
     listen_socket: socket.socket | None = None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Creates a gloo group, whatever `backend` is, that is independent of torch's default group.
+    """Creates a gloo group that is independent of torch's default group. `backend` has no effect.
 
     Rank 0 serves the group's store. Every rank must call this. With `group_name`, the group is registered with torch.
     With `return_store`, returns (group, store).
