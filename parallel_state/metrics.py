@@ -49,9 +49,9 @@ def snapshot() -> dict[str, Any]:
     `rank` is this process's global rank, or -1 without groups. Each of `groups` (of two or more ranks) has:
 
     - `group`, `ranks` (global), `failures` (1 if the group failed, else 0);
-    - `operations`: method -> `calls`, `bytes` of this rank's tensors, and the measured time in `seconds`. In shared
-      memory this time is divided into `waiting_s`, the waits for other ranks, and `moving_s`, the rest; elsewhere both
-      are None;
+    - `operations`: method -> number of `calls`, `bytes` of this rank's tensors, and the measured time in `seconds`. In
+      shared memory this time is divided into `waiting_s`, the waits for other ranks, and `moving_s`, the rest; without
+      shared memory both are None;
     - `came_last`: global rank -> number of measured calls over shared memory for which that rank arrived last;
     - `last`: the last `operation`, `seconds_since` it started, and whether it `is_under_way`.
     """
@@ -143,7 +143,7 @@ def _escaped(text: str) -> str:
 
 
 def prometheus_collector() -> Any:
-    """Returns a collector for `prometheus_client.REGISTRY.register(…)`."""
+    """Returns a collector of the metrics, to pass to `prometheus_client.REGISTRY.register`."""
     try:
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
@@ -199,7 +199,7 @@ class Endpoint:
 
 
 def serve(port: int, address: str = "127.0.0.1") -> Endpoint:
-    """Enables the metrics and serves them at a port (0: any free one) until `close()` of the returned server.
+    """Enables the metrics and serves them by HTTP at `port` (0: any free one) until the returned server's `close()`.
 
     Every process that reaches the address can read them. Raises OSError if the port is taken.
     """

@@ -1,18 +1,7 @@
 """Megatron's tensor- and sequence-parallel regions: the entry and exit of the sharded part of a layer.
 
-    region                                    forward              backward
-    copy_to_tensor_model_parallel_region      x                    all-reduce
-    reduce_from_tensor_model_parallel_region  all-reduce           gradient unchanged
-    scatter_to_tensor_model_parallel_region   own slice, last dim  all-gather, last dim
-    gather_from_tensor_model_parallel_region  all-gather, last dim own slice, last dim
-    scatter_to_sequence_parallel_region       own slice, dim 0     all-gather, dim 0
-    gather_from_sequence_parallel_region      all-gather, dim 0    reduce-scatter, dim 0 (or own slice)
-    reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0   all-gather, dim 0
-    all_gather_last_dim_from_tensor_parallel_region    all-gather, last dim      reduce-scatter, last dim
-    reduce_scatter_last_dim_to_tensor_parallel_region  reduce-scatter, last dim  all-gather, last dim
-
 The ranks compute *one* loss together, unlike with plain collectives: the gradient of a replicated tensor is already
-complete on every rank. Higher-order gradients follow the same table, also under torch.func.
+complete on every rank. The backward passes of higher-order gradients call the same collectives, also under torch.func.
 
 Every rank of `group` (default: the tensor-parallel group) must call the function. The dim of a slice must be divisible
 by the group's size. The result may be changed in place; the input is never changed.
@@ -38,52 +27,53 @@ _OPS = torch.ops.parallel_state
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Copies `x`; the backward sums gradients over the group. Use before a column-parallel layer."""
+    """Returns a copy of `x`; the backward sums gradients over the group. Use before a column-parallel layer."""
     return _run("copy_region", _copy, x, group)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group. Use after a row-parallel layer."""
+    """Returns the sum over the group; the backward passes gradients on unchanged. Use after a row-parallel layer."""
     return _run("reduce_region", _reduce, x, group)
 
 
 def scatter_to_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of the last dim."""
+    """Returns this rank's slice of the last dim; the backward concatenates gradients."""
     return _run("scatter_region", _scatter, x, group, -1)
 
 
 def gather_from_tensor_model_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Concatenates the ranks' slices along the last dim."""
+    """Concatenates the ranks' slices along the last dim; the backward returns this rank's slice of the gradient."""
     return _run("gather_region", _gather, x, group, -1, False)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Returns this rank's slice of dim 0."""
+    """Returns this rank's slice of dim 0; the backward concatenates gradients."""
     return _run("scatter_region", _scatter, x, group, 0)
 
 
 def gather_from_sequence_parallel_region(
     x: Tensor, tensor_parallel_output_grad: bool = True, group: GroupCoordinator | None = None
 ) -> Tensor:
-    """Concatenates the ranks' slices along dim 0.
+    """Concatenates the ranks' slices along dim 0; the backward reduce-scatters gradients.
 
     Pass `tensor_parallel_output_grad=False` if every rank has the complete gradient, because no sharded layer follows.
+    The backward then only slices the gradient.
     """
     return _run("gather_region", _gather, x, group, 0, tensor_parallel_output_grad)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group, and returns this rank's slice of dim 0."""
+    """Sums over the group, and returns this rank's slice of dim 0. The backward concatenates gradients."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, 0)
 
 
 def all_gather_last_dim_from_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Concatenates the ranks' slices along the last dim."""
+    """Concatenates the ranks' slices along the last dim; the backward reduce-scatters gradients."""
     return _run("gather_region", _gather, x, group, -1, True)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(x: Tensor, group: GroupCoordinator | None = None) -> Tensor:
-    """Sums over the group, and returns this rank's slice of the last dim."""
+    """Sums over the group, and returns this rank's slice of the last dim. The backward concatenates gradients."""
     return _run("reduce_scatter_region", _reduce_scatter, x, group, -1)
 
 
@@ -103,7 +93,7 @@ def _run(name: str, kernel: Callable[..., Tensor], x: Tensor, group: GroupCoordi
 
 
 def _with_gradient(name: str, kernel: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
-    """Calls the differentiable op `name`. Without gradients calls `kernel`, which returns the same result.
+    """Calls the differentiable op `name`, or `kernel`, which returns the same result, if no gradient is needed.
 
     Compiler passes recognise the ops that `kernel` calls, such as `all_reduce`.
     """

@@ -242,7 +242,7 @@ def parse_header(data: bytes | memoryview, context: GroupContext, src: int, head
 
 
 def head_of_list(form: str, tensors: Sequence[Tensor]) -> bytes:
-    """Returns the head of a message with the tensors of a spec. `form` is the spec's text or digest.
+    """Returns the head of a message with the tensors of a `TensorDictSpec`. `form`: the spec's text or digest.
 
     `write_list_head` in csrc/messages.h writes the same head.
     """
@@ -257,7 +257,9 @@ def head_of_sizes(form: str, sizes: tuple[int, ...]) -> bytes:
 
 
 def check_list(expected: bytes, header: Header, body: bytes | memoryview, context: GroupContext, src: int) -> None:
-    """Raises CollectiveMismatchError if the received `header` and `body` differ from the bytes `expected`."""
+    """Raises CollectiveMismatchError if `header` and `body`, received from rank `src`, differ from the bytes
+    `expected`.
+    """
     body = bytes(body)
     if head_of(header, body) == expected:
         return
@@ -303,7 +305,9 @@ def body_of(header: Header, frame: Tensor, rest: Tensor | None) -> bytes:
 def read_body(
     header: Header, body: bytes | memoryview, context: GroupContext, src: int, allow_pickle: bool
 ) -> tuple[codec.Message, list[bool]]:
-    """Decodes a body. Also returns, for each tensor, True if only a slice is sent."""
+    """Decodes the body of a message from rank `src`. Also returns a list with True for each tensor that was sent as a
+    slice.
+    """
     if header.kind == _LIST:
         raise _list_mismatch("sent a tensor dict with a spec, but this rank receives without a spec", context, src)
     end = header.body_bytes - header.tensors
@@ -351,16 +355,12 @@ def _encode_checked(obj: Any, allow_pickle: bool, must_be: type | None) -> codec
 
 
 def _kept_whole(tensors: dict[Any, Any], all_gather_tensors: Mapping[str, bool]) -> tuple[dict[Any, Any], set[int]]:
-    """Returns a copy of the dict, and the `id()` of each tensor that `all_gather_tensors` maps to False.
-
-    Replaces these tensors by dense ones, because the codec would do so later and change the ids.
-    """
     tensors = tensors.copy()
     whole = set()
     for key, gather in all_gather_tensors.items():
         if not gather and isinstance(tensors.get(key), Tensor):
             with contextlib.suppress(UnfitError):  # the codec raises it with the key
-                tensors[key] = dense_tensor(tensors[key])
+                tensors[key] = dense_tensor(tensors[key])  # else the codec makes it dense, which changes its id
                 whole.add(id(tensors[key]))
     return tensors, whole
 

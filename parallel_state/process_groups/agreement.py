@@ -61,7 +61,8 @@ class Agreement:
         """Calls `resolve`, which returns a value and this rank's request for `agree`. Returns the value.
 
         Each of `ranks` must call this. Raises ConfigMismatchError if two requests differ. Peers receive the errors of
-        `resolve`, so every step that can fail should be in it. `what`, `domain`: see `agree`.
+        `resolve`, so every step that can fail should be in it. `what`: the request's name. `domain`: further ranks
+        whose death ends the wait.
         """
         try:
             value, request = resolve()
@@ -81,10 +82,10 @@ class Agreement:
         *,
         wrong: Exception | None = None,
     ) -> None:
-        """Waits until all `ranks` have made the same request. `what`: the request's name, equal on all ranks.
+        """Waits until all `ranks` (global) have called this. Raises ConfigMismatchError if two requests differ.
 
-        `wrong`: an error that this rank sends instead of a request; all ranks then raise. `domain`: further ranks whose
-        death ends the wait.
+        `what`: the request's name, equal on all ranks. `wrong`: an error that this rank sends instead of a request; all
+        ranks then raise. `domain`: further ranks whose death ends the wait.
         """
         mine = dict(request) if wrong is None else {_WRONG: f"{type(wrong).__name__}: {wrong}"}
         if len(ranks) == 1 or self.alone or not self._watcher.watches(ranks):
@@ -121,13 +122,13 @@ class Agreement:
     def meet(
         self, what: str, ranks: Sequence[int], timeout_s: float, watched: Sequence[int] = (), problem: str = ""
     ) -> str:
-        """Waits until all `ranks` have called this for group `what`. Returns a name for the group.
+        """Waits until all `ranks` have called this for group `what`. Returns the group's name, equal on all ranks.
 
         Each attempt has another name, so ranks can try again together after a timeout. A world that is destroyed and
         created again gives its groups the same names, because DTensor caches them.
 
-        `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create the group; all ranks then raise
-        CommunicationError.
+        `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create the group, or ""; all ranks
+        then raise CommunicationError.
         """
         if len(ranks) == 1 or self.alone:
             return f"{self._prefix}/{secrets.token_hex(8)}"
@@ -167,7 +168,7 @@ class Agreement:
         return name
 
     def fail(self, name: str, ranks: Sequence[int], reason: str) -> None:
-        """Sends `ranks` the reason why this rank can't create the group `name`. Waits at most 0.5 s for replies."""
+        """Sends `ranks` the `reason` why this rank can't create the group `name`. Waits at most 0.5 s for replies."""
         self._watcher.ask(ranks, self._topic, json.dumps([name, reason[:500]]).encode(), LAST_WORD_S)
 
     def failure(self, name: str) -> tuple[int, str] | None:
@@ -181,7 +182,9 @@ class Agreement:
         return b""
 
     def forget_addresses(self, name: str, ranks: Sequence[int]) -> None:
-        """Deletes the address that this rank stored in the previous try of `meet`. `name`: the result of this try."""
+        """Deletes from the store the address that this rank stored in the previous attempt to create the group. `name`:
+        the group's name in the current attempt, from `meet`.
+        """
         store = self._watcher.store_of(ranks)
         meeting, _, number = name.rpartition("/")
         if store is not None and len(ranks) > 1 and int(number) > 1:

@@ -1,4 +1,4 @@
-"""Prepares the use of a process group that the program created."""
+"""Prepares the use of a process group that the program created: examines the group, and compares ranks' settings."""
 
 from __future__ import annotations
 
@@ -47,11 +47,13 @@ class GivenGroup(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Returns a text that is equal on all ranks of the group, but differs for another group of the same ranks."""
+        """Identifies the group: equal on all its ranks, but different for another group of the same ranks."""
         return f"{zlib.crc32(self.process_group.group_name.encode()):x}"
 
     def next_channel(self) -> int:
-        """Returns an unused number, from which message tags are made. All ranks must call this in the same order."""
+        """Returns a number from which the message tags of a new user of the group are made. All ranks must make these
+        calls in the same order.
+        """
         number = _CHANNELS.get(self.process_group, _FIRST_CHANNEL)
         _CHANNELS[self.process_group] = number + 1
         return number
@@ -140,7 +142,7 @@ def prepare(world_size: int) -> None:
 def agree_on_settings(
     agreement: Agreement, ranks: Sequence[int], backend: str, timeout_s: float, limit_s: float
 ) -> None:
-    """Raises ConfigMismatchError if settings differ between `ranks`. All `ranks` must call it within `limit_s`.
+    """Raises ConfigMismatchError if settings differ between `ranks`. Each of `ranks` must call this within `limit_s`.
 
     `backend` and `timeout_s`: the values in effect, after arguments have overridden settings.
     """
@@ -154,8 +156,10 @@ def agree_on_settings(
 
 
 def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_distributed_environment") -> str:
-    """Returns a random prefix for the names of a world's process groups, equal on all ranks of `group`, which must all
-    call this. `device`: that of the group's tensors. `caller`: function that errors name.
+    """Returns a random prefix for the names of a world's process groups. Every rank of `group` must call this; all get
+    the same prefix.
+
+    `group`: None for torch's default group. `device`: that of the group's tensors. `caller`: function that errors name.
     """
     # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)

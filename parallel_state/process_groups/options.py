@@ -16,8 +16,8 @@ from device_communicators.base.torch_internals import set_nccl_timeout
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Options for the process groups of one axis. A backend or timeout of None is replaced by
-    initialize_model_parallel's.
+    """Options for the process groups of one parallel axis. If backend or timeout is None, the value that was passed to
+    initialize_model_parallel is used.
 
     `high_priority_stream`, `cga_cluster_size` (the size of thread-block clusters), `min_ctas` and `max_ctas` (limits of
     a communicator's thread blocks) are for NCCL only.
@@ -36,7 +36,8 @@ class GroupOptions:
         return seconds(self.timeout)
 
     def resolve(self, backend: str, timeout_s: float, *, known: str | None = None) -> GroupOptions:
-        """Returns a copy with backend and timeout filled in. Raises InvalidArgumentError for invalid values.
+        """Returns a copy in which `backend` and `timeout_s` replace unset values. Raises InvalidArgumentError for
+        invalid values.
 
         `known`: a backend that is accepted without a check.
         """
@@ -67,7 +68,7 @@ class GroupOptions:
 
     @property
     def meets(self) -> bool:
-        """True if creating the group waits for the other ranks. With NCCL, only the group's first call waits."""
+        """True if creating the group waits for the group's other ranks. With NCCL, only the first call waits."""
         return any(name in str(self.backend) for name in ("gloo", "parallel_state"))
 
     @property
@@ -76,19 +77,19 @@ class GroupOptions:
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """Returns the options of NCCL under their names in ncclConfig_t."""
+        """Returns the set NCCL options, by their field names in NCCL's ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 
     def connecting(self, limit_s: float) -> GroupOptions:
-        """Returns the options to create a group with: the timeout is at least `limit_s` if creation waits for ranks.
+        """Returns the options for creating a group. If creation waits for ranks, the timeout is at least `limit_s`.
 
         The caller sets the group's own timeout afterwards.
         """
         return replace(self, timeout=max(self.timeout_s, limit_s)) if self.meets else self
 
     def for_backend(self) -> Any:
-        """Returns torch's options object for the backend, or None if no option of NCCL is set."""
+        """Returns torch's options object for the NCCL backend, or None if no option of NCCL is set."""
         if not self.is_nccl or self == GroupOptions(self.backend, self.timeout):
             return None
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority_stream)
@@ -115,7 +116,7 @@ def check_backend(backend: object) -> None:
 
 
 def seconds(timeout: object) -> float:
-    """Returns a timeout in seconds; for None, PARALLEL_STATE_TIMEOUT_S."""
+    """Converts a timeout (seconds, timedelta, or None for PARALLEL_STATE_TIMEOUT_S) to seconds."""
     if timeout is None:
         return settings.TIMEOUT_S.get()
     number = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout

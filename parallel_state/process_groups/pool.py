@@ -1,7 +1,7 @@
-"""Creates torch process groups from rank lists. Equal groups are shared, and destroyed with their last user.
+"""Creates torch process groups from rank lists. Equal requests share a group, which its last user destroys.
 
-Only the group's members call torch to create a group. But in a world that is bound to a device, one call of all ranks
-splits the world's NCCL communicator into, say, all tensor-parallel groups.
+Only the group's members call torch to create a group. Exception: in a world that is bound to a device, all ranks
+together split the world's NCCL communicator into, say, all tensor-parallel groups.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ The number is 0 if the members created the group, 1 if all ranks did, and 2 or m
 
 @dataclass(frozen=True)
 class Acquired:
-    """A process group and its keys in the pool. The caller passes it to `release` once."""
+    """A process group that the pool lent, with its keys in the pool. The borrower passes this to `release` once."""
 
     process_group: Any
     keys: tuple[_Key, ...]
@@ -116,8 +116,8 @@ class ProcessGroupPool:
         joined: bool = False,
     ) -> None:
         """`timeout_s`: the world's timeout. `token`: part of the groups' names, to separate worlds on one store.
-        `alone_backend`: the backend, if the world has one rank and torch no default group. `watcher`: detects exits of
-        ranks. `joined`: the program, not this library, created torch's default group.
+        `alone_backend`: the backend of a world of one rank without torch's default group. `watcher`: detects exits of
+        ranks. `joined`: True if the program, not this library, created torch's default group.
         """
         self.world_size = 1 if alone_backend else dist.get_world_size()
         self.rank = 0 if alone_backend else dist.get_rank()
@@ -148,7 +148,7 @@ class ProcessGroupPool:
 
     @contextlib.contextmanager
     def dividing(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Makes each creation of a group in the body fail if one of `ranks` dies, even one outside of the group.
+        """In the block, makes creating a group fail if one of `ranks` dies, even a rank outside of the group.
 
         Otherwise rank A could wait for a live rank B, which has given up because rank C died.
         """
@@ -171,14 +171,14 @@ class ProcessGroupPool:
         root: str = "",
         unshared: bool = False,
     ) -> Acquired:
-        """Returns the group of `ranks` (global, ascending, including this one). Every member must call this. All ranks
-        must acquire their groups in the same order.
+        """Creates the process group of `ranks` (global, ascending, including this one), or returns an existing one.
+        Every member must call this. All ranks must acquire their groups in the same order.
 
         - `division`: a function that returns the rank lists of this group and its siblings, which divide the world. If
           given, every rank of the world must call `acquire`.
         - `near`: groups that the caller already holds. If one of them has the same ranks, options and `root`, returns
           that group.
-        - `root`: name of the failure domain: ranks that fail together. Groups of different domains aren't shared.
+        - `root`: name of the group's failure domain, the ranks that fail together. Domains don't share groups.
         - `unshared`: creates a group that no other caller shares, so that another thread can use it.
         """
         if self._closed:
@@ -216,7 +216,9 @@ class ProcessGroupPool:
         return Acquired(None if mine is None else self._groups[mine], tuple(keys))
 
     def next_channel(self, ranks: Sequence[int]) -> int:
-        """Returns a number from which transfer tags are made. The group's members must call this in the same order."""
+        """Returns a number from which message tags are made, unique among groups of these ranks. The members must call
+        this in the same order.
+        """
         with self._lock:
             self._channels[tuple(ranks)] += 1
             return self._channels[tuple(ranks)] - 1
@@ -236,7 +238,9 @@ class ProcessGroupPool:
         self._groups.update((key, made if self.rank in key[0] else None) for key in keys)
 
     def _new_group_of_members(self, key: _Key) -> Any:
-        """Creates the group. Each attempt uses a new name, because the store keeps a failed attempt's addresses."""
+        """Creates the process group. Each attempt uses a new name, because the store keeps a failed attempt's
+        addresses.
+        """
         ranks, options, *_ = key
         what = f"the {options.backend} group"
         started = time.monotonic()
@@ -317,8 +321,8 @@ class ProcessGroupPool:
         )
 
     def adopt(self, ranks: Sequence[int], options: GroupOptions, process_group: Any, root: str = "") -> Acquired:
-        """Uses the caller's process group for `ranks`. The caller still owns it. Every member must call this method.
-        `root`: see `acquire`.
+        """Registers the caller's process group for `ranks` (global). The caller still owns it. Every member must call
+        this. `root`: name of the failure domain.
         """
         key: _Key = (tuple(ranks), options, False, root)
         if len(ranks) == 1:
@@ -331,9 +335,9 @@ class ProcessGroupPool:
             return Acquired(self._groups[key], (key,))
 
     def is_programs(self, acquired: Acquired, *, with_default: bool) -> bool:
-        """Returns True if the program, not this library, created the group.
+        """Returns True if the program, not this library, created the process group.
 
-        `with_default`: whether torch's default group counts as the program's.
+        `with_default`: False excludes torch's default group.
         """
         own = self._borrowed.intersection(acquired.keys)
         return any(with_default or self._groups[key] is not dist.group.WORLD for key in own)
@@ -342,7 +346,7 @@ class ProcessGroupPool:
         """Gives back a group; the last user's call destroys it. Ranks that acquired a group together must also release
         it together.
 
-        `failed`: calls of the group may never complete.
+        `failed`: True if calls of the group may never complete.
         """
         with self._lock:
             if failed:
@@ -368,7 +372,7 @@ class ProcessGroupPool:
             _destroy(group)
 
     def abandon(self, *, failed_only: bool = False) -> None:
-        """Ends all blocked calls in process groups; with `failed_only`, in failed groups only.
+        """Ends all blocked calls in this rank's process groups; with `failed_only`, only in groups that failed.
 
         Otherwise, destroying a gloo group would block, and other ranks would wait until their deadlines.
         """

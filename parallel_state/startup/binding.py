@@ -13,13 +13,13 @@ from parallel_state.startup.interfaces import Address
 def bind_to_cores(
     lists: Sequence[Sequence[int]] = (), *, local_rank: int = -1, local_world_size: int | None = None
 ) -> list[int]:
-    """Binds all threads of this process to cores, and returns these cores.
+    """Binds all threads of this process to CPU cores, and returns the numbers of these cores.
 
-    Call this before creating groups. `lists` has the cores of each local rank. Without `lists`, the ranks divide the
-    cores that the process is allowed to use; all ranks of the host must be allowed the same cores. Each rank gets
-    whole, adjacent physical cores of one NUMA node. `local_rank` and `local_world_size`: by default the launcher's.
-    Raises InvalidArgumentError if there are fewer cores than ranks. Raises SettingError if the number of ranks on this
-    host is unknown, or `lists` is too short.
+    Call this on each rank before creating groups. `lists`: the core numbers of each local rank. Without `lists`, the
+    ranks divide the cores that the process is allowed to use; all ranks of the host must be allowed the same cores.
+    Each rank gets whole, adjacent physical cores of one NUMA node. `local_rank` and `local_world_size`: by default the
+    launcher's. Raises InvalidArgumentError if there are fewer cores than ranks. Raises SettingError if the number of
+    ranks on this host is unknown, or `lists` is too short.
     """
     if local_rank < 0:
         place = environment.detect(rendezvous=False)
@@ -50,7 +50,7 @@ def cores_to_share() -> str:
 
 
 def different_cores(places: Mapping[int, Address]) -> list[str]:
-    """Returns [host, cores, ranks, other cores, their ranks] of a host whose ranks have different cores, or []."""
+    """Finds a host whose ranks may use different cores: [host, cores, ranks, other cores, their ranks]; [] if none."""
     hosts: dict[tuple[str, str], dict[str, list[str]]] = {}
     for rank, place in sorted(places.items()):
         if place.cores and place.network:

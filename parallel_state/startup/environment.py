@@ -25,8 +25,8 @@ _STEP_STRIDE = 7_919  # a prime, so that steps of one job don't get the ports of
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """This process's rank and local rank, the number of ranks, the address of rank 0 (None if not needed), and the
-    launcher (`source`).
+    """This process's rank, local rank, and numbers of ranks in the world and on the host; the address of rank 0 (None
+    if not requested); and `source`, the launcher.
     """
 
     rank: int
@@ -70,10 +70,10 @@ _PMI = _Family(
 
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
     """Reads the variables of the launcher that started this process. Without a launcher, returns rank 0 of 1.
-    `rendezvous`: also determines the address of rank 0.
 
-    Raises SettingError for incomplete or invalid variables. A SLURM batch script, which srun didn't start, counts as
-    having no launcher.
+    `environ`: the variables; default: os.environ. `rendezvous`: also determines the address of rank 0. Raises
+    SettingError for incomplete or invalid variables. In a SLURM batch script that srun didn't start, SLURM's variables
+    are ignored.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -89,8 +89,9 @@ def explicit(
     rendezvous: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> ProcessEnvironment:
-    """Returns the environment of `rank`. If `local_rank` is -1, uses the launcher's variable, or else `rank`.
-    `rendezvous`: see `detect`.
+    """Returns the environment of the given rank. If `local_rank` is -1, uses the launcher's variable, or else `rank`.
+
+    `environ`, `rendezvous`: as in `detect`.
     """
     env = os.environ if environ is None else environ
     if local_rank < 0:
@@ -108,14 +109,14 @@ def find_local_world_size(environ: Mapping[str, str] | None = None) -> int | Non
 
 
 def is_rank_zero(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns True if this process is global rank 0. Works before initialization. Raises SettingError for invalid
-    variables.
+    """Returns True if a launcher started this process as global rank 0, or no launcher did. Works before
+    initialization. Raises SettingError for invalid variables.
     """
     return detect(environ, rendezvous=False).rank == 0
 
 
 def export(environment: ProcessEnvironment, environ: MutableMapping[str, str] | None = None) -> dict[str, str]:
-    """Sets torch's `env://` variables, except those that are set already. Returns the new ones."""
+    """Sets the variables that torch's `env://` reads, except those that are set already. Returns the new ones."""
     env = os.environ if environ is None else environ
     values = {
         "RANK": environment.rank,
@@ -157,7 +158,7 @@ def launcher_serves_store(address: tuple[str, int] | None) -> bool:
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Returns the hosts of a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`."""
+    """Yields the host names in a SLURM list such as `a1,node[01-03,07],r[1-2]-n[3,5]`."""
     if not _HOSTLIST.fullmatch(text):
         raise SettingError(
             f"a SLURM host list must look like `a1,node[01-03,07]`, but is {text!r}; set MASTER_ADDR to rank 0's host"

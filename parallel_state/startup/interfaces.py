@@ -35,7 +35,8 @@ _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 class Address(NamedTuple):
     """A rank's host, network address and process, as sent to other ranks. Every field is a string without spaces.
 
-    `name`: host name. `interface`: name of the network interface. `endpoint`: where the control plane listens.
+    `name`: host name. `interface`: name of the network interface of `address`. `endpoint`: where the control plane
+    listens.
     """
 
     network: str = ""
@@ -79,7 +80,7 @@ def whereabouts() -> Address:
 
 
 def process() -> Address:
-    """Returns this process's Address without the fields that need name resolution."""
+    """Returns this process's Address without the fields that need a look-up of the host's name."""
     pid = os.getpid()
     return Address(namespace_id("net"), processes=process_domain(), pid=str(pid), born=start_time(pid))
 
@@ -92,7 +93,9 @@ def unreachable(places: dict[int, Address]) -> list[str]:
 
 
 def shared_address(places: dict[int, Address]) -> list[str]:
-    """Returns an address that two hosts announce, then each host's name, interface and ranks; [] if there is none."""
+    """Finds an IP address that two hosts publish. Returns [address, then name, interface and ranks of each host], or
+    [].
+    """
     ranks: dict[str, dict[str, list[int]]] = {}
     for rank, place in places.items():
         if place.address and place.network:
@@ -106,7 +109,9 @@ def shared_address(places: dict[int, Address]) -> list[str]:
 
 
 def without_control_plane(places: dict[int, Address]) -> list[str]:
-    """Returns a rank that others can't reach over the control plane, its Address and the reason; [] if none."""
+    """Finds a rank that others can't reach over the control plane. Returns the rank, its Address and the reason; [] if
+    none.
+    """
     rank = next((rank for rank, place in sorted(places.items()) if place.obstacle), None)
     if rank is not None:
         return [str(rank), str(places[rank]), f"it can't listen for them: {places[rank].obstacle}"]

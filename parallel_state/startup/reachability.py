@@ -29,10 +29,11 @@ _Pair = tuple[int, int, str]
 
 
 def check_all_hosts(rank: int, places: Mapping[int, Address], watcher: Watcher, deadline: float, where: str) -> None:
-    """Raises a CommunicationError unless all hosts reach each other. Every rank must call this.
+    """Raises a CommunicationError unless all hosts reach each other. Every rank must call this before `deadline`
+    (monotonic).
 
-    `rank`: this rank. `places`: each rank's address. `watcher`: exchanges the results. `where`: the rendezvous address,
-    for errors.
+    `rank`: this rank. `places`: each global rank's Address. `watcher`: exchanges the results. `where`: the rendezvous
+    address, for errors.
     """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
@@ -81,9 +82,10 @@ def _of_host(places: Mapping[int, Address], rank: int) -> list[int]:
 def _agree(
     watcher: Watcher, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Sequence[int] = ()
 ) -> tuple[Verdict, list[_Pair]]:
-    """Exchanges `value`, this rank's findings, between all `ranks`. Ends early if one of `watched` exits.
+    """Exchanges `value`, this rank's findings, between all `ranks`, which must all call this. Ends early if one of
+    `watched` exits.
 
-    Returns the control plane's verdict, and all pairs of ranks of which one can't reach the other.
+    Returns the control plane's result, and each failed connection as (from rank, to rank, reason).
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended
@@ -101,7 +103,6 @@ def _encode(rank: int, found: Mapping[int, str]) -> bytes:
 
 
 def _unreached(places: Mapping[int, Address], rank: int, leads: Sequence[int], limit_s: float) -> dict[int, str]:
-    """Connects to each of `leads`, except `rank`. Returns the unreachable leads with the reasons."""
     found: dict[int, str] = {}
     servers: dict[int, tuple[str, int, str]] = {}
     for lead in leads:

@@ -2,7 +2,7 @@
 
 Rank 0 publishes the address of its control plane under the key. This control plane serves the world's store. Every
 other rank writes an entry into the world's store; the entry vanishes when the rank exits. Rank 0 waits for all entries,
-publishes its decision (the world starts, or an error), and clears the key.
+publishes its decision (that the world starts, or an error), and clears the key.
 
 A rank that reaches the launcher's store but not rank 0 writes a complaint into that store. Rank 0 deletes the first
 complaint, because rank 0 was perhaps only suspended. If the rank complains again, all ranks raise the same error.
@@ -108,10 +108,10 @@ class Met(NamedTuple):
     """On rank 0: the store that rank 0 serves at MASTER_PORT, if no launcher does. `served.clear()` closes the port."""
 
     def address(self, rank: int, towards_store: str) -> str:
-        """Returns the address at which other ranks reach this rank, `rank`.
+        """Returns the address at which other ranks reach this rank, whose number is `rank`.
 
-        `towards_store`: the local address from which this host connects to the store. It is the result, except for a
-        loopback address in a world of several hosts. Then the result is the rank's address in `places`.
+        `towards_store`: the local address from which this host connects to the store. The method returns it, unless it
+        is a loopback address in a world of several hosts; then it returns the rank's address in `places`.
         """
         own = self.places.get(rank, Address())
         several = len({place.network for place in self.places.values()}) > 1
@@ -135,12 +135,11 @@ _LINGERING: dict[int, contextlib.ExitStack] = {}
 
 
 def end_linger() -> None:
-    """Closes the stores of a failed start, and so frees MASTER_PORT. Thread-safe."""
+    """Closes the stores that this process keeps open after a failed start, which frees MASTER_PORT. Thread-safe."""
     _LINGERING.pop(os.getpid(), contextlib.ExitStack()).close()
 
 
 def _linger(watcher: Watcher, served: list[Any]) -> None:
-    """Keeps `served`, the stores of a failed start, open for 3 s; then the watcher's thread closes them."""
     until, watcher.status.start = time.monotonic() + _LINGER_S, None
     _LINGERING[os.getpid()] = stack = contextlib.ExitStack()
     stack.callback(watcher.close)
@@ -151,8 +150,8 @@ def _linger(watcher: Watcher, served: list[Any]) -> None:
 def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_gloo: bool = True) -> Met:
     """Finds the other ranks of a new world. Every rank must call this.
 
-    With `over_gloo`, each rank needs an address that other hosts can reach. For errors see
-    init_distributed_environment.
+    `init_method`: torch's URL, such as `env://`. With `over_gloo`, each rank needs an address that other hosts can
+    reach. Raises the errors of init_distributed_environment.
     """
     if (met := _MET.get()) is not None:
         return met
@@ -195,10 +194,11 @@ def meet(init_method: str, place: ProcessEnvironment, timeout_s: float, over_glo
 
 
 def meet_again(old: Watcher, ranks: Sequence[int], rank: int, own_place: Address, timeout_s: float) -> Met | None:
-    """Finds the ranks of the next world over the control plane of the `old` world.
+    """Finds the ranks of the next world over the control plane of the `old` world. Each of `ranks`, the remaining
+    ranks, must call this.
 
-    Returns None if the old world has no control plane. Each of `ranks`, the remaining ranks, must call this. `ranks`,
-    `rank` (this rank) and `own_place` (its Address) are those of the old world.
+    Returns None if the old world has no control plane. `ranks` and `rank` (this rank) are numbers in the old world.
+    `own_place`: this rank's Address in it.
     """
     deadline, watcher = time.monotonic() + timeout_s, Watcher()
     host = Endpoint.parse(own_place.endpoint).host if own_place.endpoint else ""
@@ -259,6 +259,10 @@ def _not_met_again(old: Watcher, verdict: Verdict, rank: int, timeout_s: float) 
 
 @dataclass
 class _Meeting:
+    """This rank's part of one start. In methods, `name` and `world`: the new world's name and store. `launcher`: the
+    launcher's store.
+    """
+
     place: ProcessEnvironment
     own_place: Address
     way: StoreWay
@@ -276,7 +280,7 @@ class _Meeting:
         self.awaited = "rank 0" if self.place.rank else "the launcher's store"
 
     def warn(self, find_missing: Callable[[], Sequence[int]] = tuple) -> None:
-        """Logs at most every 10 s, on one rank of each host, the missing ranks, which `find_missing` returns."""
+        """Logs the ranks that `find_missing` returns: at most every 10 s, on one rank of each host."""
         now, endpoint = time.monotonic(), self.own_place.endpoint
         if now < self._warned_at + _WARN_S:
             return
@@ -350,8 +354,8 @@ class _Meeting:
         raise self.not_met()
 
     def _judge(self, world: BoundedStore, launcher: BoundedStore, name: str) -> tuple[list[Any], int]:
-        """Waits until all ranks have entered `world`, the store of the world `name`. Returns the decision (a start or
-        an error), and the number of ranks that should read it. `launcher`: the launcher's store.
+        """Waits until all ranks have entered the world. Returns rank 0's decision, a start or an error, and the number
+        of ranks that should read the decision.
         """
         deadline = self.deadline - min(_FAREWELL_S, self.timeout_s / 8)
         size, surveyed_at = self.place.world_size, time.monotonic()
@@ -394,8 +398,7 @@ class _Meeting:
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
         """Returns True if the start must fail because of `complaint`, a rank's report of a problem.
 
-        A report that rank 0 is unreachable counts only if it is repeated. The first is deleted from `launcher`, the
-        launcher's store.
+        The first report that rank 0 is unreachable is deleted; it counts only if it is repeated.
         """
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
@@ -480,7 +483,7 @@ class _Meeting:
         raise self.not_met()
 
     def _check_late(self, launcher: BoundedStore) -> None:
-        """If a start failed before this rank took part, raises the start's error, but only once."""
+        """Raises, once, the error of a start that failed before this rank took part."""
         late, verdict = json.loads(_try_get(launcher, _LATE) or "[[], []]")
         if self.place.rank in late and launcher.add(f"{_LATE}/{self.place.rank}", 1) == 1:
             raise self._failure(verdict)
@@ -501,10 +504,8 @@ class _Meeting:
         return True
 
     def _is_complete(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Waits for rank 0's decision. Returns True if this process is in the world.
-
-        `world`: the store of the world `name`. `launcher`: the launcher's store, which names the newest world. Returns
-        False if the newest world isn't `name`.
+        """Waits for rank 0's decision. Returns True if this process is in the world, or False if another world has
+        replaced it.
         """
         refused_at, look_at = None, time.monotonic()
         while True:
@@ -533,9 +534,7 @@ class _Meeting:
                 raise self._deadline_error(world)
 
     def _is_superseded(self, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if a later start has replaced the world `name` in the launcher's store. Rank 0, which serves the
-        store `world`, is then about to exit.
-        """
+        """Returns True if a later start has replaced the world. Rank 0 is then about to exit."""
         with contextlib.suppress(dist.DistError):
             return _try_get(launcher.within(LAST_WORD_S), _WORLD) not in ("", name) and not world.check([_VERDICT])
         return False
@@ -557,9 +556,8 @@ class _Meeting:
         return self.places.get(self.place.rank) == self.own_place
 
     def _check_rank_0(self, launcher: BoundedStore, name: str, refused_at: float, error: Exception) -> None:
-        """Raises, from `error`, the error that rank 0 published for world `name`, or PeerDiedError if rank 0 exited.
-
-        Rank 0 counts as exited 0.8 s after its store first refused a connection, at `refused_at`.
+        """Raises, from `error`, the error that rank 0 published, or PeerDiedError if rank 0 exited: 0.8 s after its
+        store first refused a connection, at `refused_at` (monotonic).
         """
         if verdict := self._published_verdict(launcher, name):
             raise self._failure(verdict) from error

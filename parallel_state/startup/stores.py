@@ -42,14 +42,18 @@ _FIRST_LOOKS_PER_S, _LOOKS_PER_S = 20_000, 1024  # by all ranks together: at fir
 
 
 class JobStore:
-    """Keeps a reference to the store that `launch` passed to this process, because torch's C++ code keeps none."""
+    """Holds the store that `launch` passed to this process, because torch's C++ code keeps no reference to a Python
+    store.
+    """
 
     def __init__(self) -> None:
         self._store: ControlStore | None = None
         self._all: list[ControlStore] = []
 
     def put(self, store: ControlStore | None) -> None:
-        """Stores `store`. Closes the previous one, but keeps its object alive, because torch can still call it."""
+        """Replaces the held store by `store`. Closes the previous one, but keeps its object alive, because torch can
+        still call it.
+        """
         before, self._store = self._store, store
         if before is not None:
             before.close()
@@ -74,7 +78,8 @@ class StoreWay(NamedTuple):
 
 
 def find_store(init_method: str, place: ProcessEnvironment, timeout_s: float, deadline: float) -> StoreWay:
-    """Finds the store that `init_method` names. Waits up to 60 s until the name of rank 0's host resolves.
+    """Finds the store that `init_method`, torch's URL, names. Waits up to 60 s until the name of rank 0's host
+    resolves.
 
     `deadline` limits this call and the result's `connect`; `timeout_s` is passed to torch's rendezvous.
     """
@@ -119,7 +124,7 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields once for each poll of a server, and sleeps between the polls, longer if more `ranks` poll.
+    """Yields once for each poll of a server, until the deadline. Sleeps between polls, longer if more `ranks` poll.
 
     Yields at least once, and a last time at the deadline.
     """
@@ -216,7 +221,7 @@ def _stranger_at(address: tuple[str, int]) -> str:
 
 
 def check_own(address: tuple[str, int], listener: socket.socket, deadline: float) -> None:
-    """Raises RendezvousError if a connection to `address` doesn't arrive at `listener`.
+    """Raises RendezvousError if a connection to `address`, this host's store, doesn't arrive at `listener`.
 
     Call this before creating a TCPStore, which can't be interrupted.
     """
@@ -242,9 +247,8 @@ def check_own(address: tuple[str, int], listener: socket.socket, deadline: float
 
 
 def interface_of(host: str) -> str | None:
-    """Returns `host`, as the address to listen on, if it is "localhost" or an IP address of this machine.
-
-    Otherwise returns None (all interfaces), because other hosts can resolve a name differently.
+    """Returns the address on which a server for `host` must listen: `host`, if that is "localhost" or an IP address of
+    this machine, else None (all interfaces), because other hosts can resolve a name differently.
     """
     if host == "localhost":
         return host
@@ -300,7 +304,9 @@ def open_tcp_store(address: tuple[str, int], deadline: float, listener: socket.s
 
 
 def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
-    """Runs `make` in a thread and returns its result. Raises TimeoutError `grace_s` after the deadline."""
+    """Runs `make` in a thread and returns its result. Raises TimeoutError if it isn't done `grace_s` after the
+    deadline.
+    """
     call = Call(make)
     # A native call with this deadline returns slightly later; it must not return while the interpreter exits.
     if not call.wait(max(deadline, time.monotonic()) + grace_s):
@@ -309,7 +315,9 @@ def within(deadline: float, make: Callable[[], T], grace_s: float = 0.0) -> T:
 
 
 def _resolve(address: tuple[str, int], place: ProcessEnvironment, deadline: float) -> list[str]:
-    """Returns the host's IP addresses. Retries for 60 s, because a pod's name exists only once the pod runs."""
+    """Returns the IP addresses of the host in `address`. Retries for 60 s, because a pod's name exists only once the
+    pod runs.
+    """
     give_up = min(deadline, time.monotonic() + _RESOLVE_S)
     is_logged = False
     for _ in looks(give_up):
@@ -348,7 +356,8 @@ _SHOWN_BYTES = 48
 
 
 def ask_for_store(address: tuple[str, int], deadline: float) -> None:
-    """Returns once a TCPStore has answered. Without a store, torch's client would block in C++ for its whole timeout.
+    """Waits until a TCPStore answers at `address`. Without this check, torch's client would block in C++ for its whole
+    timeout.
 
     Sends a PING with a random number, which a store returns (torch 2.3 to 2.15). Raises ForeignServiceError if another
     service answers, and OSError if nothing answers.
