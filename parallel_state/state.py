@@ -1,6 +1,6 @@
 """The process-wide groups, and the functions that create, return and destroy them. Only this file uses `global`.
 
-Getters raise GroupNotInitializedError before the init; those with `try_` return None.
+Getters raise GroupNotInitializedError before the init; those named `try_` return None.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ c10d.register()
 
 @dataclass(frozen=True)
 class Start:
-    """Arguments and results of init_distributed_environment, which `reinitialize` uses for a smaller world.
+    """Arguments of this process's init_distributed_environment, which `reinitialize` uses to start a smaller world.
 
-    `is_served_by_rank_0`: rank 0 serves the store.
+    `own_place`: this rank's Address. `is_served_by_rank_0`: True if rank 0, not a launcher, serves the store.
     """
 
     init_method: str
@@ -111,13 +111,13 @@ def init_distributed_environment(
     - `bind_device`: creates NCCL's communicator for this rank's device now; groups are then split from it.
     - `high_priority_stream`: runs the world's NCCL collectives on a stream of high priority.
 
-    Exports the variables of torch's `env://` that are unset, binds the process to the cores of PARALLEL_STATE_CORES if
+    Sets the variables of torch's `env://` that are unset, binds the process to the cores of PARALLEL_STATE_CORES if
     set, and raises the soft limit of open files. A world of one rank creates torch's default group only when a process
     group is requested.
 
     Raises AlreadyInitializedError, SettingError for a wrong environment variable, InvalidArgumentError,
-    ConfigMismatchError if ranks disagree with each other or with an existing default group, RendezvousError with the
-    address tried.
+    ConfigMismatchError if ranks disagree with each other or with an existing default group, RendezvousError if ranks
+    don't find each other.
     """
     global _NODES, _START, _UNDO
     forks.check("init_distributed_environment()")
@@ -234,9 +234,9 @@ def init_world_group(
     allow_pickle: bool = False,
     high_priority_stream: bool = False,
 ) -> GroupCoordinator:
-    """Creates and returns the world group over torch.distributed's default group. Every rank must call it.
+    """Creates and returns the group of all ranks over torch.distributed's default group. Every rank must call this.
 
-    `ranks`: all ranks, 0, 1, … `pool`: creates process groups; default: a new pool.
+    `ranks`: all global ranks: 0, 1, … `pool`: creates process groups; default: a new pool.
     """
     global _WORLD
     from parallel_state.groups import world as world_module
@@ -268,8 +268,9 @@ def init_world_group(
 @host_call(OUTSIDE)
 def destroy_distributed_environment() -> None:
     """Destroys the parallel groups and the world. Keeps a default group that the program made. May be called twice.
+    Every rank must call this.
 
-    A running init_distributed_environment() then raises GroupDestroyedError.
+    An init_distributed_environment() that runs in another thread raises GroupDestroyedError.
     """
     global _WORLD, _NODES, _START, _UNDO
     forks.check("destroy_distributed_environment()")
@@ -401,7 +402,7 @@ def ensure_model_parallel_initialized(
     virtual_pipeline_model_parallel_size: int | None = None,
     **sizes: Unpack[Sizes],
 ) -> None:
-    """Initialises the groups, or checks that the existing ones match these arguments.
+    """Initialises the groups, or checks that the existing ones match these arguments. Every rank must call this.
 
     Compares only the arguments that are passed: the sizes, the order, and the backend of tp's device group. Raises
     ConfigMismatchError if one of them differs.
@@ -476,7 +477,7 @@ def init_model_parallel_group(
 
     Each rank of the world is in exactly one list, and must call this function with the same arguments.
 
-    - `group_name`: begins `unique_name`. `allow_pickle`: as in initialize_model_parallel.
+    - `group_name`: the first part of the groups' `unique_name`. `allow_pickle`: as in initialize_model_parallel.
     - `use_device_communicator`: False forbids this library's kernels.
     - `use_custom_allreduce`: False also forbids them. Default: the value of `set_custom_all_reduce`.
     - `use_message_queue_broadcaster`: ignored.
@@ -524,7 +525,9 @@ def destroy_model_parallel() -> None:
 @contextmanager
 @host_call(OUTSIDE)
 def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
-    """Makes `get_tp_group()` return `tp_group`, such as a draft model's group, in the body. Can't be nested."""
+    """Makes `get_tp_group()` return `tp_group`, such as a draft model's group, within the `with` block. Can't be
+    nested.
+    """
     groups = get_parallel_groups()
     if _PATCHED.get():
         raise AlreadyInitializedError("patch_tensor_parallel_group can't be nested; leave its outer `with` block first")
@@ -542,7 +545,9 @@ def patch_tensor_parallel_group(tp_group: GroupCoordinator) -> Iterator[None]:
 
 @host_call(OUTSIDE)
 def set_custom_all_reduce(enable: bool) -> None:
-    """Allows or forbids this library's kernels in tensor-parallel groups created later."""
+    """Allows or forbids this library's kernels in tensor-parallel groups created later. Every rank must call this with
+    the same value.
+    """
     global _CUSTOM_ALL_REDUCE
     _CUSTOM_ALL_REDUCE = enable
 
@@ -592,7 +597,7 @@ def try_get_dp_group() -> GroupCoordinator | None:
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns the groups that `ParallelGroups.use()` made current, else the process-wide groups."""
+    """Returns the set of groups that `ParallelGroups.use()` made current, else the process-wide set."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")
@@ -616,7 +621,7 @@ def get_device_mesh(*names: str, experts: bool = False) -> DeviceMesh:
 
 
 def get_group(name: str) -> GroupCoordinator:
-    """Returns this rank's group `name`: `get_group("ep")` is `get_ep_group()`."""
+    """Returns this rank's group of the kind `name`, such as "tp": `get_group("ep")` is `get_ep_group()`."""
     return get_parallel_groups().get(name)
 
 
@@ -629,7 +634,7 @@ def get_group_ranks(name: str) -> list[int]:
 
 
 def get_group_rank(name: str) -> int:
-    """Returns this rank's position in its group `name`, without creating the group."""
+    """Returns this rank's number in its group `name`, such as "tp", without creating the group."""
     groups = get_parallel_groups()
     return groups.ranks_of(name).index(groups.world.rank)
 
@@ -655,7 +660,7 @@ def get_node_count() -> int:
 
 
 def get_nodes() -> list[list[int]]:
-    """Returns the global ranks of each host, ascending, ordered by first rank."""
+    """Returns the list of global ranks of each host, ascending, ordered by first rank."""
     if _NODES is None:
         raise GroupNotInitializedError("the ranks of each host are unknown; call init_distributed_environment() first")
     return [list(node) for node in _NODES]
@@ -664,8 +669,8 @@ def get_nodes() -> list[list[int]]:
 def get_process_environment() -> ProcessEnvironment:
     """Returns this process's rank and local rank, and the sizes of the world and of this host.
 
-    Reads them from the world group, else from torch's default group, else from the launcher's variables. Works before
-    any init. Raises SettingError for contradictory variables.
+    Uses the world group, else torch's default group, else the launcher's variables. Works before any init. Raises
+    SettingError for contradictory variables.
     """
     if _WORLD is not None:
         local = next((len(ranks) for ranks in _NODES or [] if _WORLD.rank in ranks), None)
@@ -682,6 +687,6 @@ def is_global_first_rank() -> bool:
 
 
 def is_local_first_rank() -> bool:
-    """Returns True on local rank 0. Works before any init."""
+    """Returns True on local rank 0 of each host. Works before any init."""
     world = try_get_world_group()
     return (get_process_environment().local_rank if world is None else world.local_rank) == 0

@@ -49,7 +49,7 @@ def as_json(content: object) -> str:
 
 
 def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
-    """Writes `text` to the file `path`, or stdout for `-`. If that fails, exits with code 2."""
+    """Writes `text` to the file `path`, or to stdout if `path` is `-`. If that fails, exits with code 2."""
     if path == STDOUT:
         sys.stdout.write(text)
         return
@@ -60,7 +60,6 @@ def write(parser: argparse.ArgumentParser, path: str, text: str) -> None:
 
 
 def require_writable(parser: argparse.ArgumentParser, *paths: str | Path | None) -> None:
-    """Exits with code 2 if one of the files can't be written."""
     for path in (Path(path) for path in paths if path is not None and str(path) != STDOUT):
         is_new = not path.exists()
         try:

@@ -1,5 +1,5 @@
-"""`python -m parallel_state debug FOLDER`: compares the ranks' records. Shows each rank's last call and missing
-ranks.
+"""`python -m parallel_state debug FOLDER`: compares the ranks' records. Shows each rank's last call and the ranks
+missing in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class _View:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns exit code 0, or 2 if there are no records."""
     parser = command_parser(
         "debug", "FOLDER | --live PID|JOB | --replay FILE [options]", __doc__.split("\n\n")[0]
     )  # fmt: skip
@@ -75,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(path: Path) -> int:
-    """Replays the events that a rank's control plane recorded in `path`, and prints them with the resulting actions.
+    """Replays the events that a rank's control plane recorded in the file `path`, and prints them with the resulting
+    actions.
 
-    Returns exit code 1 if the replay ends in another state, or 2 if nothing can be replayed.
+    Returns exit code 1 if the replay ends in another state than the record, 2 if nothing can be replayed, else 0.
     """
     try:
         text = plane.describe(native.load_for_tools(), path.read_bytes())
@@ -97,7 +97,9 @@ def read_files(folder: Path, use: Callable[[dict[str, Any]], object]) -> None:
 
 
 def read(folder: Path) -> dict[Any, list[_View]]:
-    """Returns the ranks' records by group. A key is (name, ranks, number of newer groups with this name and ranks)."""
+    """Reads the records in `folder`, and returns them by group. A key is (name, ranks, number of newer groups with this
+    name and ranks).
+    """
     newest: dict[int, dict[str, Any]] = {}  # of several processes of a rank, the newest
     read_files(folder, lambda content: newest.update({int(content["rank"]): content}))
     groups: dict[Any, list[_View]] = defaultdict(list)

@@ -1,4 +1,5 @@
-"""Adds a page to torch's debug server (2.15 and later): the calls in which ranks wait, and the missing ranks.
+"""Adds a page to torch's debug server (2.15 and later): the calls in which ranks wait, and the ranks that are missing
+in them.
 
 from torch.distributed.debug import start_debug_server
 start_debug_server(handlers=[DebugPage()])      # every rank; http://HOST-OF-RANK-0:25999/parallel_state

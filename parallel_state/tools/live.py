@@ -48,9 +48,9 @@ class Job(NamedTuple):
 
 
 def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
-    """Prints the state of the job `target` (see `find`). Returns exit code 0, or 2 if no job is found.
+    """Prints the state of a job's ranks. Returns exit code 0, or 2 if no job is found.
 
-    `stacks`: also prints the threads' stacks.
+    `target`: a job id, or the PID of a rank or launcher on this host. `stacks`: also prints the threads' stacks.
     """
     try:
         job = find(target)
@@ -72,7 +72,7 @@ def show(target: str, *, stacks: bool = False, as_json: bool = False) -> int:
 
 
 def find(target: str) -> Job:
-    """Finds the job `target`: an id, or the PID of a rank or launcher on this host. Raises LookupError if none fits."""
+    """Finds a job by its id, or by the PID of a rank or launcher on this host. Raises LookupError if none fits."""
     endpoints = find_endpoints()
     pids = sorted(endpoints)
     try:

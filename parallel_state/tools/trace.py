@@ -18,10 +18,9 @@ MERGED = "trace.json"
 
 
 class Wait(NamedTuple):
-    """Rank `rank` waited in a call for `seconds`, until rank `last` entered the same call.
+    """Rank `rank` waited in a call for `seconds`, until rank `last` entered the same call or `rank`'s call ended.
 
-    If `rank`'s call ended earlier, the wait ended with it. `number`: the call's number in `group`, which has the ranks
-    `ranks`.
+    `number`: the call's number in `group`, which has the global ranks `ranks`.
     """
 
     seconds: float
@@ -40,7 +39,6 @@ class Wait(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns exit code 0, or 2 if there are no traces."""
     parser = command_parser("trace", "FOLDER [--json]", __doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="folder that the ranks gave to `with parallel_state.trace(folder)`")
     parser.add_argument("--json", action="store_true", help="print the longest waits as JSON")
@@ -86,16 +84,13 @@ def merge(events: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Wait
 
 
 def _collectives(events: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Yields the events of each collective, one per rank.
-
-    Each process numbers its own groups, so groups with the same name and ranks are matched by their order.
-    """
     names: dict[Any, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
         if event["ph"] == "X" and event["args"]["peer"] < 0:
             of_rank = names[_kind(event)][event["pid"]]
             if event["args"]["group"] not in of_rank:
                 of_rank.append(event["args"]["group"])
+    # Each process numbers its own groups: groups with the same name and ranks match by their order.
     for by_rank in names.values():
         for found in by_rank.values():
             found.sort(key=lambda name: (len(name), name))

@@ -1,1 +1,1 @@
-"""Measures implementations (*candidates*) of an operation in turns, for `bench`, `tune` and `benchmarks/`."""
+"""Measures several implementations (*candidates*) of an operation in turns, for `bench`, `tune` and `benchmarks/`."""

@@ -19,7 +19,7 @@ ROWS = 4
 
 
 class Exchange(NamedTuple):
-    """A measured implementation: `empty` allocates a rank's input, `call` returns the rank's output."""
+    """An implementation to measure: `empty` allocates a rank's input, `call` computes the rank's output from it."""
 
     call: Call
     empty: Callable[..., Tensor] = torch.empty
@@ -31,7 +31,7 @@ class Prepared(NamedTuple):
 
 
 class TensorTeam:
-    """One library's implementations of collectives, with the methods that `bench/rounds.py` describes.
+    """One rank's part in measuring one library's collectives, with the methods that `bench/rounds.py` describes.
 
     `only`: names of the implementations to measure; None means all.
     """
@@ -45,13 +45,10 @@ class TensorTeam:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Synchronizes the device."""
+        """Waits until the device is idle."""
 
     def added_as(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which the measured library sums elements of `dtype`.
-
-        An MPI without bfloat16 sums such elements as int16.
-        """
+        """Returns the dtype in which the library sums elements of `dtype`: int16 in an MPI without bfloat16."""
         return dtype
 
     def allocated(self, exchange: Exchange, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

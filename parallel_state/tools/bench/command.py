@@ -67,7 +67,7 @@ def add_cases(parser: argparse.ArgumentParser, operations: Sequence[str]) -> Non
 
 
 def complete(options: argparse.Namespace) -> str | None:
-    """Fills in missing `options`. Returns an error text if the options are wrong, else None."""
+    """Fills in missing `options`. Returns an error text if options are wrong, else None."""
     if options.ranks is not None and not 2 <= options.ranks <= 64:
         return f"--ranks must be from 2 to 64, but is {options.ranks}"
     gpus = 0
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Shown:
-    """Prints the rows and rewrites the JSON after each operation, so that an interrupted run keeps its results."""
+    """Prints the rows and rewrites the JSON file after each operation, so that an interrupted run keeps its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

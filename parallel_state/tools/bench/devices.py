@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks: shared GPUs, timing, CUDA graphs."""
+"""Helpers of the benchmarks: sharing GPUs between ranks, timing, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel_state.startup import environment
 
 
 def share_gpus() -> str:
-    """Lets several ranks share a GPU if there are more ranks than GPUs. Call this before CUDA starts.
+    """Makes ranks share GPUs if there are more ranks than GPUs. Each rank calls this before CUDA starts.
 
     Returns a description of the sharing, or "".
     """
@@ -46,7 +46,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 class Clock:
-    """Measures durations, on a GPU by CUDA events on the current stream."""
+    """Measures durations: on a GPU by CUDA events on the current stream, elsewhere by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -71,7 +71,9 @@ class Clock:
 
 
 class Captured:
-    """A call captured in a CUDA graph. `replay()` uses the current values of the inputs and writes `outputs`."""
+    """A call captured in a CUDA graph. `replay()` uses the inputs' current values and writes `outputs`. On the CPU,
+    `replay()` repeats the call.
+    """
 
     standing_in = False
     """True while `captured` runs a call on the CPU instead of capturing it."""
@@ -92,7 +94,8 @@ class Captured:
 
 
 def captured(call: Callable[[], Any], stream: Any) -> Captured:
-    """Captures `call` in a CUDA graph on `stream`, a stream of `graph_capture()` (None on the CPU).
+    """Captures `call` in a CUDA graph on `stream`, a stream of `graph_capture()`. If `stream` is None (CPU), only makes
+    the call.
 
     The inputs must keep their addresses. Make one call on this stream before, because first calls can't be captured.
     """

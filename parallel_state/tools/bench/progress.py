@@ -1,4 +1,4 @@
-"""Shows a progress bar on a terminal. Elsewhere prints a line every 10 s."""
+"""Shows a benchmark's progress: a bar on a terminal, elsewhere a line every 10 s."""
 
 from __future__ import annotations
 

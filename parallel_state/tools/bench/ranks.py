@@ -1,4 +1,4 @@
-"""Measures several implementations of an operation, all in the same processes."""
+"""Measures several implementations of an operation, all in the same ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupTeam(TensorTeam):
         self.rank, self.size, self.device = group.rank_in_group, group.world_size, group.device
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls `method` on this rank and returns all ranks' results. Every rank must call this."""
+        """Calls the method named `method` on this rank and returns all ranks' results. Every rank must call this."""
         mine = getattr(self, method)(*arguments)
         if isinstance(mine, Timing):
             return [Timing(elapsed_s) for elapsed_s in self.group.all_gather_object(mine.elapsed_s)]
@@ -82,9 +82,10 @@ def one_group(device: str) -> Iterator[tuple[ps.GroupCoordinator, dict[str, Any]
 
 
 def run_rank(options: argparse.Namespace, plan: Plan, show: Callable[[list[Row], dict[str, Any]], object]) -> bool:
-    """Measures all operations, and calls `show(rows, device_facts)` on rank 0 after each. Every rank must call this.
+    """Measures all operations, and calls `show(new rows, device facts)` on rank 0 after each. Every rank must call
+    this.
 
-    Returns True if a candidate failed.
+    Returns True if an implementation failed.
     """
     with one_group(options.device) as (group, about):
         cases = cases_of(options.operations, options.sizes, group.world_size, options.dtype)

@@ -40,13 +40,13 @@ def p99(samples: Sequence[float]) -> float:
 
 
 def bandwidths(operation: str, size_bytes: int, us: float, ranks: int) -> tuple[float, float]:
-    """Returns algbw and busbw in 10⁹ B/s for a call of `us` µs. `size_bytes`: see `nccl_bytes`."""
+    """Returns algbw and busbw (as in nccl-tests) in 10⁹ B/s for a call of `us` µs. `size_bytes`: from `nccl_bytes`."""
     algorithm = size_bytes / us / 1e3
     return algorithm, algorithm * BUS_FACTORS.get(operation, lambda n: 0.0)(ranks)
 
 
 def nccl_bytes(operation: str, given_bytes: int, ranks: int) -> int:
-    """Returns the size that nccl-tests states for a call with an input of `given_bytes`."""
+    """Returns the size that nccl-tests reports for a call with `given_bytes` of input on each rank."""
     return given_bytes * ranks if operation == "all_gather" else given_bytes
 
 

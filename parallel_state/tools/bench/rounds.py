@@ -1,8 +1,8 @@
 """Checks each candidate (implementation), times all candidates in turns, and checks each candidate again.
 
-A sample is the slowest rank's time per call. A case is an operation and a size. A team is the processes that measure
-one library; a candidate is one of the library's ways to run a case. Each method is called on all ranks of the team at
-the same time:
+A sample is the slowest rank's time per call. A case is an operation and a size. A team is the ranks that measure one
+library; a candidate is one of the library's ways to run a case. Each method is called on all ranks of the team at the
+same time:
 
 prepare(values) -> list[str]     returns the candidates for a case (`values`), the same on every rank
 check(name) -> str | None        makes one call of the candidate; returns the result's problem, or None
@@ -25,7 +25,7 @@ OWN, GLOO = "parallel_state", "gloo"
 
 
 class TeamError(RuntimeError):
-    """A team (the processes that measure one library) failed, or didn't answer in time."""
+    """The ranks that measure one library failed, or didn't answer in time."""
 
 
 def last_line(text: str) -> str:
@@ -46,7 +46,7 @@ class Timing:
 
 
 class WrongAnswer(str):
-    """Describes a wrong result with `elements` wrong elements."""
+    """A text that describes a wrong result, which has `elements` wrong elements."""
 
     elements = 0
 
@@ -81,7 +81,7 @@ class _Candidate(NamedTuple):
 
 
 def measure(teams: list[Any], case: dict[str, Any], plan: Plan) -> Row:
-    """Measures all candidates of `teams` for `case`, an operation and size. Removes failed teams."""
+    """Measures all implementations for `case`, an operation and size. Removes failed libraries from `teams`."""
     row = Row(case)
     prepared = [(team, _ask(teams, row, team, "", "prepare", case) or ()) for team in list(teams)]
     candidates = [_Candidate(team, name) for team, names in prepared for name in names]
@@ -127,9 +127,6 @@ def _run(teams: list[Any], row: Row, candidate: _Candidate, calls: int) -> list[
 
 
 def _ask(teams: list[Any], row: Row, team: Any, name: str, method: str, *arguments: Any) -> list[Any] | None:
-    """Calls `method` on all ranks of `team`. If that fails, removes the team, stores the error in `row` under `name`,
-    and returns None.
-    """
     if team not in teams:
         return None
     try:

@@ -1,1 +1,1 @@
-"""The command `check`."""
+"""The command `check`: tests whether a job will work."""

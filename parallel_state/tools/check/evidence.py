@@ -24,7 +24,7 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Evidence:
-    """The facts and measurements of all ranks.
+    """The facts and measurements of all ranks. `sizes`, `order`: of the layout's axes.
 
     The keys of `measured`, `traffic` and `lost` are positions in `arrivals`, from 1: two processes can claim one rank.
     """
@@ -47,7 +47,7 @@ class Evidence:
 
     @cached_property
     def hosts(self) -> dict[str, list[Facts]]:
-        """Returns the ranks' facts by host name. Repeated names get ` (2)`, ` (3)` and so on."""
+        """Returns host name -> facts of its ranks. Repeated names get ` (2)`, ` (3)` and so on."""
         taken: dict[str, int] = {}
         found = {}
         for each in grouped(self.arrivals, lambda facts: facts.host_key).values():
@@ -123,7 +123,6 @@ class Evidence:
 
 
 def _slurm_host(variables: Mapping[str, str], rank: int) -> str:
-    """Returns the host of `rank` by SLURM's variables, or "". Supports block and cyclic distribution."""
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST")
     counts = variables.get("SLURM_STEP_TASKS_PER_NODE") or variables.get("SLURM_TASKS_PER_NODE")
     if not hosts or not counts or "TORCHELASTIC_RUN_ID" in variables:
@@ -198,7 +197,7 @@ def core_times(evidence: Evidence, number: int) -> list[float]:
 
 
 def groups_of_kind(evidence: Evidence) -> dict[str, dict[tuple[int, ...], GroupTraffic]]:
-    """Returns kind of group -> ranks of a group -> measurements of the group's rank with the highest latency."""
+    """Returns kind of group, such as "tp" -> ranks of a group -> measurements of the rank with the highest latency."""
     found: dict[str, dict[tuple[int, ...], GroupTraffic]] = {}
     for traffic in evidence.traffic.values():
         for group in traffic.groups:

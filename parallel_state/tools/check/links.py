@@ -34,7 +34,7 @@ _NEIGHBOURS = 8
 
 
 class Listener:
-    """Answers measurements from other hosts. `entry` is [address, port, token], or [] if listening failed."""
+    """Answers other hosts' measurements. `entry`: this listener's [address, port, token], or [] if listening failed."""
 
     def __init__(self, address: str) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -90,7 +90,7 @@ def _receive(peer: socket.socket, count: int) -> bytes:
 
 
 def schedule(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Returns rounds of measurements. `leaders` has one rank of each host.
+    """Returns the rounds in which hosts measure their links. `leaders`: one rank of each host.
 
     A round is a list of pairs (measuring rank, measured rank). For up to 24 hosts, returns all pairs; a host is in at
     most one pair of a round. With more hosts, each host measures only to the hosts at distances 1, 2, 4, ….
@@ -149,7 +149,6 @@ def measure(source: int, target: int, entry: Sequence[str], budget_s: float) -> 
 
 
 def _measure_latency(peer: socket.socket, link: Link) -> None:
-    """Sets the link's median round trip, and the clock offset of the fastest round trip, as in NTP."""
     trips, best_s = [], float("inf")
     for _ in range(40):
         before_s, started = time.time(), time.perf_counter()
@@ -164,7 +163,6 @@ def _measure_latency(peer: socket.socket, link: Link) -> None:
 
 
 def _measure_bandwidth(peer: socket.socket, link: Link, budget_s: float) -> None:
-    """Sets the link's best bandwidth. Doubles the message size until a run takes a quarter of `budget_s`."""
     size, until = len(_BLOCK), time.monotonic() + budget_s
     runs = 0
     while runs < 3 and (time.monotonic() < until or runs == 0):

@@ -27,8 +27,8 @@ class Match:
     ) -> None:
         """A group of ranks to which a rule applies.
 
-        `ranks` and `hosts` default to those of `group`, and `severity` and `fix` to those of the rule. `words` are
-        values for the fields of the rule's text.
+        `ranks` and `hosts`, which the report names, default to those of `group`; `severity` and `fix` to those of the
+        rule. `words`: values for the fields of the rule's text.
         """
         self.group, self.words, self.severity, self.fix = group, words, severity, fix
         self.ranks, self.hosts = ranks, hosts
@@ -44,8 +44,8 @@ def hosts(test: Test) -> Predicate:
 
 
 def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that groups each host's ranks by `key` (None: in no group), and matches the groups for which
-    `test` is true.
+    """Returns a function that groups each host's ranks by `key(facts)` (None: in no group), and yields the groups for
+    which `test` is true.
     """
 
     def find(evidence: Evidence) -> Iterator[Match]:
@@ -57,7 +57,9 @@ def groups(key: Callable[[Facts], Hashable], test: Test = lambda evidence, group
 
 
 def alike(keys: Callable[[Facts], Iterable[Hashable]], test: Test = lambda evidence, group: True) -> Predicate:
-    """Returns a predicate that groups the ranks by each key that `keys` returns, and applies `test` to each group."""
+    """Returns a function that groups all ranks by each key in `keys(facts)`, and yields the groups for which `test` is
+    true.
+    """
 
     def find(evidence: Evidence) -> Iterator[Match]:
         pairs = [(key, facts) for facts in evidence.arrivals for key in keys(facts)]

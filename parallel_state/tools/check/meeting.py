@@ -34,7 +34,7 @@ _LATE_S = 1.5
 
 
 class NotMetError(Exception):
-    """This rank can't connect to the job's store, or can't serve it."""
+    """Raised if this rank can't connect to the job's store, or can't serve it."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -51,10 +51,10 @@ class Plan(msgspec.Struct):
 
 
 class Meeting:
-    """Exchanges values between ranks through the store. Every method returns by its deadline."""
+    """Exchanges values between ranks through the job's store. Every method returns by its deadline."""
 
     def __init__(self, store: Any, prefix: str, leads: bool | None = None) -> None:
-        """`prefix` starts all keys in `store`. `leads`: whether this rank is the leader. None: the first rank that
+        """`prefix`: start of all keys in `store`. `leads`: True if this rank is the leader. None: the first rank that
         registers becomes the leader.
         """
         self._store = BoundedStore(dist.PrefixStore(prefix, store))
@@ -80,7 +80,8 @@ class Meeting:
         return found
 
     def gather(self, world_size: int, deadline: float) -> list[Facts]:
-        """Waits for all ranks until `deadline`. Returns the facts of all registered ranks, even of surplus ones.
+        """Waits until all ranks have registered, or the deadline. Returns the facts of all registered processes, even
+        of surplus ones.
 
         Returns early if enough processes registered but ranks or world sizes conflict.
         """

@@ -271,8 +271,8 @@ def _about(evidence: Evidence, source: int, target: int, **words: Any) -> Match:
 
 
 def failed_links(evidence: Evidence, kind: str) -> Iterator[Match]:
-    """Matches links whose problem is of `kind`: `stranger` (another machine answers), `broken` (the connection was
-    lost) or `blocked` (all other problems).
+    """Finds links between hosts whose problem is of `kind`: `stranger` (another machine answers), `broken` (the
+    connection was lost) or `blocked` (all other problems).
     """
     working, failed = set(), {}
     for link in evidence.links:
@@ -486,7 +486,7 @@ def any_numa_node(evidence: Evidence, ranks: Group) -> Words | None:
 
 
 def slow_cores(evidence: Evidence) -> Iterator[Match]:
-    """Matches ranks whose core is slow. Compares each rank's shortest time of a loop, which load hardly changes."""
+    """Finds ranks whose core is slow. Compares each rank's shortest time of a loop, which load hardly changes."""
     runs = {number: core_times(evidence, number) for number in range(1, len(evidence.arrivals) + 1)}
     best = {number: min(each) for number, each in runs.items() if each}
     for number, took_ms, middle_ms in outliers(best, _SLOW_CPU):

@@ -44,7 +44,7 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, dict=True):
-    """The output of `check --json`. `schema`: its version. `complete`: True if each rank registered."""
+    """The output of `check --json`. `schema`: version of the format. `complete`: True if each rank registered."""
 
     schema: str
     world_size: int
@@ -75,7 +75,7 @@ class Outcome:
 
 @dataclass
 class Session:
-    """The check on one rank. `run` ends at most `options.timeout_s` after `began`."""
+    """Runs the check on one rank. `run` ends at most `options.timeout_s` after `began`."""
 
     options: Options
     began: float = field(default_factory=time.monotonic)
@@ -208,7 +208,6 @@ class Session:
         return found
 
     def _send_traffic(self, left_s: float) -> Traffic:
-        """Runs `traffic.run` in a thread. Abandons the thread if it doesn't finish within `left_s`."""
         os.environ[settings.START_TIMEOUT_S.name] = f"{left_s:.3f}"
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # this check's store occupies the port
         stage = "nothing"

@@ -234,7 +234,9 @@ def _kind_of_interface(name: str, folder: str) -> str:
 
 
 def nccl_interface(found: list[Interface], environ: Mapping[str, str]) -> str:
-    """Returns which of the interfaces `found` NCCL would choose, or "". Follows `ncclFindInterfaces` of NCCL."""
+    """Returns the name of the interface that NCCL would choose from `found`, or "". Follows NCCL's
+    `ncclFindInterfaces`.
+    """
     usable = [each for each in found if each.up and each.addresses] + [
         each for each in found if each.kind == "loopback" and each.addresses and not each.up
     ]
@@ -286,7 +288,9 @@ def versions() -> Versions:
 
 
 def compiled_part() -> tuple[str, str]:
-    """Loads the compiled library, or compiles it as a job would. Returns its digest and a problem; each can be ""."""
+    """Loads the compiled library, or compiles it as a job would. Returns the digest of its sources, and a problem; each
+    can be "".
+    """
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -326,7 +330,6 @@ def _read_shared_memory(found: Limits) -> None:
 
 
 def _cgroup_folders(controller: str) -> list[Path]:
-    """Returns this process's cgroup folders for `controller`, the innermost first."""
     for line in read_text("/proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if controller in names.split(","):
@@ -342,7 +345,9 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def cpu_quota() -> tuple[float, str]:
-    """Returns the tightest CPU quota in cores (-1 if there is none), and the cgroup that has this quota."""
+    """Returns the lowest CPU quota that applies to this process, in cores (-1: none), and the folder of the cgroup that
+    sets the quota.
+    """
     tightest, where = -1.0, ""
     for folder in _cgroup_folders("cpu"):
         words = read_text(folder / "cpu.max").split()
@@ -368,7 +373,7 @@ def cpu() -> Cpu:
 
 
 def run_cpu(repeats: int = 25) -> float:
-    """Returns the shortest of `repeats` times of a fixed loop, in ms."""
+    """Times a fixed loop `repeats` times, and returns the shortest time in ms."""
     wall_ms = []
     for _ in range(repeats):
         started, value = time.perf_counter(), 1
@@ -379,7 +384,9 @@ def run_cpu(repeats: int = 25) -> float:
 
 
 def gpus() -> Gpus:
-    """Returns this host's GPUs, without creating a CUDA context. `with_own_gpu` sets this rank's GPU later."""
+    """Describes this host's GPUs without creating a CUDA context. `with_own_gpu` later sets the one that this rank
+    uses.
+    """
     from device_communicators.machine.topology import read_topology
     from device_communicators.machine.visible_devices import visible_devices
 

@@ -1,6 +1,6 @@
 """Sends traffic through all groups of the layout. Checks the results, then measures.
 
-All groups of a kind work at the same time. Values are small integers, whose float32 sums are exact.
+All groups of a kind, such as tp, work at the same time. Values are small integers, whose float32 sums are exact.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Creates the groups and sends traffic through them. Calls `note` with each stage.
+    """Creates the groups, sends traffic through them, and returns measurements. Calls `note` with each stage's name.
 
-    All ranks must call this with the same time limit `left_s`. `quick`: fewer and smaller calls.
+    All ranks must call this with the same time limit `left_s`. `sizes`, `order`: of the axes. `quick`: fewer and
+    smaller calls.
     """
     found = Traffic()
 
@@ -69,7 +70,9 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields (kind, group) for this rank's existing groups, in the same order on all ranks. `sizes`: axis -> ranks."""
+    """Yields (kind, group), such as ("tp", group), for this rank's existing groups, in the same order on all ranks.
+    `sizes`: axis -> ranks.
+    """
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)
@@ -123,11 +126,8 @@ def _checks(group: ps.GroupCoordinator, numel: int) -> Iterator[tuple[str, bool]
 
 
 def _ring(group: ps.GroupCoordinator, mine: Tensor, expected: Tensor) -> bool:
-    """Sends `mine` to the next rank. Returns True if the tensor from the previous rank is `expected`.
-
-    Odd ranks receive before they send, so that ranks can't deadlock.
-    """
     rank, size = group.rank_in_group, group.size
+    # Odd ranks receive first, so that ranks can't deadlock.
     sends_first = rank % 2 == 0 and rank != size - 1
     if sends_first:
         group.send(mine)

@@ -1,1 +1,1 @@
-"""The command `plan`."""
+"""The command `plan`: shows a layout."""

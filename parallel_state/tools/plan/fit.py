@@ -27,7 +27,9 @@ DENSE = tuple(axis.name for axis in AXES if axis.size_parameter and not axis.exp
 
 @dataclass(frozen=True)
 class Change:
-    """`values`: option (`tp`, `world-size`, `order`) -> new value, or None to omit the option. `before`: old values."""
+    """A change of `plan`'s options. `values`: option (`tp`, `world-size`, `order`) -> new value, or None to omit it.
+    `before`: old values.
+    """
 
     values: Mapping[str, int | str | None]
     before: Mapping[str, int | str | None]
@@ -41,7 +43,9 @@ class Change:
 
 
 def changes_that_fit(request: Request) -> list[Change]:
-    """Returns changes that give `request` a valid layout, the most likely first. Each alters at most two options."""
+    """Returns changes of options that make `request`'s layout valid, the most likely first. Each changes at most two
+    options.
+    """
     orders = list(islice(_orders(request), 1))
     if orders:
         return orders
@@ -133,7 +137,6 @@ def _by_option(values: Mapping[str, int | None]) -> dict[str, int | str | None]:
 
 
 def _worlds(request: Request) -> list[Change]:
-    """Returns changes of the world size that fill whole nodes, or a part of one node."""
     known = _product(request.sizes)
     step = known if max(known, request.world_size) < request.gpus_per_node else lcm(known, request.gpus_per_node)
     down = (request.world_size - 1) // step

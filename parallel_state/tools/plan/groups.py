@@ -1,4 +1,4 @@
-"""Computes the groups of a layout, and estimates the memory of their communicators.
+"""Computes the groups of a layout, and estimates the memory of their NCCL communicators.
 
 The estimate is a range, because published measurements (`FIGURES`) differ by GPU, NCCL version and settings.
 """
@@ -89,7 +89,7 @@ class Plan:
 
 
 class Steps(NamedTuple):
-    """An axis of a group. Neighbours on this axis are `stride` ranks apart."""
+    """One axis of a group: `size` ranks, which are `stride` global ranks apart."""
 
     axis: str
     size: int
@@ -133,9 +133,9 @@ def _facts_of(groups: Groups, per_node: int) -> dict[str, Any]:
 
 
 def steps_of(layout: Layout, name: str) -> list[Steps]:
-    """Returns the axes of group `name` that have more than one rank, fastest-varying first.
+    """Returns the axes of the groups `name` that have more than one rank, fastest-varying first.
 
-    If the group is part of a larger one (`embedding` of `pp`), returns the larger group's axes.
+    If the groups are parts of larger ones (`embedding` of `pp`), returns the larger groups' axes.
     """
     of = whole_of(layout, name) or name
     grid, axes = layout.grid_of(of), layout.axes_of(of)
@@ -143,7 +143,7 @@ def steps_of(layout: Layout, name: str) -> list[Steps]:
 
 
 def coordinates(layout: Layout, rank: int) -> dict[str, int]:
-    """Returns the rank's positions on the axes that have more than one rank."""
+    """Returns axis -> the rank's position on it, for each axis that has more than one rank."""
     found: dict[str, int] = {}
     for grid in layout.grids:
         here = grid.coordinates(rank - layout.rank_offset)
@@ -154,7 +154,7 @@ def coordinates(layout: Layout, rank: int) -> dict[str, int]:
 
 
 def abbreviate(ranks: Sequence[int]) -> str:
-    """Formats ranks as `0–7`, `0–7 128–135 …`, or `0:8:2 16:24:2` (start:stop:step).
+    """Formats ranks as one block `0–7`, as blocks `0–7 128–135 …`, or as start:stop:step `0:8:2 16:24:2`.
 
     Other lists are shortened to the first three ranks and the last.
     """
@@ -215,7 +215,7 @@ class Communicators:
 
 
 def count_communicators(plan: Plan, rank: int = 0) -> Communicators:
-    """Counts the communicators of a rank. No rank has more than rank 0."""
+    """Returns the communicators that `rank` creates. No rank creates more than rank 0."""
     made = [kind for kind in plan.kinds if kind.made]
     return Communicators(
         made=_sets_of(plan, rank, made),

@@ -63,12 +63,14 @@ max="{plan.world_size - 1}" value="0"></form>
 
 
 def for_script(text: str) -> str:
-    """Escapes JSON, so that a text in the JSON can't end the script element."""
+    """Escapes JSON, so that a text in the JSON can't end the HTML script element that contains it."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def page_data(plan: Plan, name: str) -> dict[str, Any]:
-    """Returns the data from which `page.js` computes the groups. `name`: the kind of groups to show first."""
+    """Returns the data from which `page.js` computes the groups. `name`: the kind of groups (such as "tp") to show
+    first.
+    """
     grids = [[list(axis) for axis in grid.axes if axis[1] > 1] for grid in plan.layout.grids]
     return {
         "world": plan.world_size,

@@ -11,7 +11,7 @@ from parallel_state.tools.plan.groups import Kind, Plan, steps_of
 
 @dataclass(frozen=True)
 class Remark:
-    """A warning or note (`level`), whose `code` stays the same across versions."""
+    """A remark on a layout. `level`: "warning" or "note". `code`: the same in all versions."""
 
     level: str
     code: str

@@ -64,12 +64,10 @@ class TuneError(RuntimeError):
 
 
 def _add_norm(communicator: Communicator, x: Tensor) -> Tensor:
-    """Runs the fused all-reduce, addition and RMS norm, and returns only the sum. The norm's last bits vary, and tuning
-    compares results exactly.
-    """
     rows = x.view(-1, math.gcd(x.numel(), HIDDEN))
     residual = torch.zeros_like(rows)
     norm = method_of(communicator, "all_reduce_add_rms_norm")
+    # Returns only the sum: the norm's last bits vary, and tuning compares results exactly.
     return norm(rows, residual, torch.ones_like(rows[0]), 1e-6)[1].view(x.shape)
 
 
@@ -92,7 +90,9 @@ def other_of(route: Iterable[Communicator], device_type: str) -> Communicator:
 
 
 class Tuning:
-    """Measures kernels of `peers`, a peer-memory communicator. All ranks of the group must make the same calls."""
+    """Measures the kernels of `peers`, a communicator over GPU peer memory. All ranks of `group` must make the same
+    calls.
+    """
 
     def __init__(self, group: ps.GroupCoordinator, peers: Any, plan: Plan | None = None) -> None:
         self.group, self.plan = group, plan or Plan()
@@ -102,8 +102,8 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Returns measured and tested thresholds for `conditions` (hardware and software). `source` is stored with
-        them.
+        """Returns the measured and tested thresholds: the sizes up to which each kernel is used. `conditions`: hardware
+        and software. `source`: text to store with them.
 
         Raises TuneError on all ranks or on none.
         """
@@ -138,14 +138,15 @@ class Tuning:
         return chosen
 
     def _times(self, operation: str, size_bytes: int) -> dict[str, float]:
-        """Returns algorithm -> median time in µs of `operation`. Each sample is the slowest rank's time."""
         case = {"operation": _collective(operation), "bytes": size_bytes, "dtype": "bfloat16", "loop": "tight"}
         row = measure([Candidates(self.group, self.candidates(operation))], case, self.plan)
         return {name: statistics.median(us) for name, us in row.us.items()}
 
     @torch.inference_mode()
     def prove(self, chosen: Thresholds) -> None:
-        """Tests `chosen` by calls of random sizes, with random delays. Raises TuneError on all ranks or on none."""
+        """Tests the sizes in `chosen` by calls of random sizes, with random delays of ranks. Raises TuneError on all
+        ranks or on none.
+        """
         same, own = random.Random(self.size), random.Random(self.rank * 1000 + self.size)
         cases = [(operation, size) for operation in ORDERS for size in self._proof_sizes(operation, chosen)]
         calls = {operation: self._by(CALLS[operation], chosen) for operation in ORDERS}
@@ -269,7 +270,7 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
 
 
 def write(row: Thresholds, path: Path) -> None:
-    """Adds `row` to the file, or replaces the row that has the same conditions."""
+    """Writes `row` to the file, in place of a row for the same hardware and software."""
     names = [field.name for field in fields(peer_thresholds.Conditions)]
     key = [getattr(row, name) for name in names]
     others = load(path).rows if path.exists() else ()
@@ -291,7 +292,7 @@ def keep(row: Thresholds | None, path: Path) -> None:
 
 
 def tune_rank(options: argparse.Namespace) -> Thresholds | None:
-    """Returns measured thresholds on the first rank. Every rank must call this."""
+    """Returns the measured thresholds on the group's first rank, None on others. Every rank must call this."""
     place, gpus = environment.detect(rendezvous=False), torch.cuda.device_count()
     ranks = place.local_world_size or place.world_size
     # The peer-memory communicator is created below, with UNBOUNDED thresholds.
@@ -323,11 +324,10 @@ def tune_rank(options: argparse.Namespace) -> Thresholds | None:
 
 
 def boundaries(times: Mapping[int, Mapping[str, float]], order: Sequence[str]) -> dict[str, int]:
-    """Returns algorithm -> largest size in bytes for which it is used (0: none). `times` maps sizes to the algorithms'
-    times.
+    """Returns algorithm -> largest size in bytes for which it is used (0: none). `times`: size -> algorithm -> time.
 
     `order` lists the algorithms, those for small sizes first; the last is used for the rest and isn't in the result.
-    Minimizes the product of times, so that every size has the same weight.
+    The choice minimizes the product of times, so that every size has the same weight.
     """
     sizes = sorted(size for size, by_name in times.items() if any(name in by_name for name in order))
     # best[c]: cost of the best division of the sizes so far that ends with candidate c, and candidate -> its last size.
