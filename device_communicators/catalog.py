@@ -1,5 +1,5 @@
-"""The table of communicators, best first. A group uses the communicators that all its ranks can use (its *route*). If
-ranks chose different communicators, calls would hang.
+"""The table of communicators (transports), best first. A group uses the communicators that all its ranks can use (its
+*route*). If ranks chose different communicators, calls would hang.
 
 Only this module names concrete communicators.
 """
@@ -35,8 +35,8 @@ OP = Paths("registered op, Python", "the same op", None)
 
 @dataclass(frozen=True)
 class Row:
-    """A communicator, and the conditions under which a group can use it. `unfit`, `probe` and `agree` return the reason
-    why the group can't, or None.
+    """A communicator (transport), and the conditions under which a group can use it. `unfit`, `probe` and `agree`
+    return the reason why the group can't use it, or None.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Row:
         return self.device in ("any", device_type) or (self.device == "accelerator" and device_type != "cpu")
 
     def objection(self, context: GroupContext) -> str | None:
-        """Returns the reason why the group can't use the communicator, or None. Equal on all ranks."""
+        """Returns the reason why the group can't use this communicator, or None. All ranks get the same result."""
         if self.custom_all_reduce and not context.custom_all_reduce:
             return "custom all-reduce is off for this group (set_custom_all_reduce)"
         if not self.fits_device(context.device.type):
@@ -195,8 +195,8 @@ CATALOG: tuple[Row, ...] = (
 
 
 def build_route(context: GroupContext, rows: Sequence[Row] = CATALOG) -> Route:
-    """Creates the communicators that the group can use, and returns its route. Every rank of the group calls this.
-    Ranks in several groups make these calls in the same order.
+    """Creates the communicators that the group can use, and returns them as its route. Every rank of the group calls
+    this. Ranks of several groups create the groups' routes in the same order.
     """
     if context.size == 1:
         return Route(context, (), {})

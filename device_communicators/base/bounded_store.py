@@ -52,8 +52,8 @@ class _Connection:
 
 
 class BoundedStore:
-    """A torch store with deadlines: operations raise StoreSilentError at the deadline, and torch's DistError for other
-    failures. Thread-safe.
+    """A torch store whose operations raise StoreSilentError at a deadline, and torch's DistError for other failures.
+    Thread-safe.
 
     `get` and `multi_get` wait for a missing key until the deadline.
     """
@@ -70,7 +70,7 @@ class BoundedStore:
     ) -> None:
         """`limit_s`: timeout of each operation. `deadline`: monotonic time at which all operations fail. An operation
         also fails when `ended()` returns True. `connection`: shared by all wrappers of one torch store. `owns_timeout`:
-        True if nothing else uses the timeout of `store`; operations then use this timeout and need no helper thread.
+        True if nothing else uses the timeout of `store`; operations then set this timeout and need no helper thread.
         """
         self.raw = store
         """The wrapped torch store. Its operations have no deadline."""
@@ -128,8 +128,8 @@ class BoundedStore:
         return f"the store at {host}:{port}, which {server} serves,"
 
     def start(self, job: Callable[[BoundedStore], object]) -> None:
-        """Runs `job(store)` in a helper thread, where the store's operations have no deadline. A failure of the store,
-        or an operation that this kind of store lacks, silently ends `job`.
+        """Runs `job(store)` in a helper thread, without waiting for it. The operations of that `store` have no
+        deadline. A failure of the store, or an operation that this kind of store lacks, silently ends `job`.
         """
         direct = BoundedStore(self.raw)
         direct._is_direct = True
@@ -170,12 +170,12 @@ class BoundedStore:
 
     @property
     def waits_in_server(self) -> bool:
-        """True for this library's stores. `wait_for` polls all other stores."""
+        """True for stores whose server can wait for a key, as this library's can. `wait_for` polls all other stores."""
         return hasattr(_server_of(self.raw), "access")
 
     def hold(self, key: str, value: str) -> None:
-        """Sets the key, and deletes it when this process exits or closes the store. A store whose `can_hold` is
-        False never deletes the key.
+        """Sets the key until this process exits or closes the store. A store whose `can_hold` is False never deletes
+        the key.
         """
         self._ask("hold" if self.can_hold else "set", key, value)
 
@@ -184,7 +184,9 @@ class BoundedStore:
             self.raw.close()
 
     def wait_for(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Waits for the keys; returns False at the timeout. Polls torch's own stores, because they log each timeout."""
+        """Waits until all keys are set; returns False at the timeout. Polls torch's own stores, because they log each
+        timeout.
+        """
         if self.waits_in_server:
             if self._owns_timeout:
                 self._set_timeout(self._deadline - time.monotonic())  # limits connecting

@@ -47,7 +47,7 @@ def about_cache(error: Exception) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled code. The user can delete it at any time; the code is then compiled again."""
+    """Returns the folder of compiled code, which the user can delete at any time; the code is then compiled again."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "parallel_state"
 
@@ -75,8 +75,8 @@ def seal(content: bytes) -> bytes:
 
 
 def read_sealed(path: Path) -> bytes:
-    """Returns the content that `write_sealed` wrote to the file. Raises CacheError if its checksum is wrong or another
-    user can write to the file.
+    """Returns the content of a file that `write_sealed` wrote. Raises CacheError if the file's checksum is wrong or
+    another user can write to the file.
     """
     try:
         info = path.stat()

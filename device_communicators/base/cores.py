@@ -27,9 +27,7 @@ class Core(NamedTuple):
 
 
 class Area(NamedTuple):
-    """The NUMA node and the last-level cache that contain all cores of a process; -1 if there is no
-    such node or cache.
-    """
+    """The NUMA node and the last-level cache that all cores of a process share; -1 for none."""
 
     node: int
     cache: int
@@ -40,8 +38,8 @@ def usable_cores() -> set[int]:
 
 
 def read_cores(numbers: Iterable[int], devices: Path = DEVICES) -> list[Core]:
-    """Returns the topology of the cores `numbers`. A core without an entry in the folder `devices` counts as a physical
-    core of its own, on node 0.
+    """Returns the topology of the CPU cores with these `numbers`. A core without an entry in the folder `devices`
+    counts as a physical core of its own, on node 0.
     """
     nodes = _nodes(devices)
     found = []
@@ -106,8 +104,8 @@ def spans(numbers: Iterable[int]) -> str:
 
 
 def shares(cores: Sequence[Core], count: int) -> list[list[int]]:
-    """Divides cores among `count` ranks. Each rank gets whole physical cores of one NUMA node, in as few caches as
-    possible.
+    """Divides CPU cores among `count` ranks; returns each rank's cores. Each rank gets whole physical cores of one NUMA
+    node, in as few caches as possible.
 
     Each node gets consecutive ranks, in proportion to its cores. With more ranks than physical cores, each rank gets
     hardware threads: first the first thread of each core, then the second. Raises InvalidArgumentError if there are
@@ -163,8 +161,8 @@ def bind(cores: Iterable[int]) -> None:
 
 
 def ranks_per_area(areas: Sequence[Area], by: str) -> int:
-    """Returns how many of a host's ranks share each NUMA node or cache. Returns 0 unless there are several areas, all
-    known, each with the same number of consecutive ranks, at least two.
+    """Returns how many ranks share each NUMA node or cache of a host: an equal number, at least two, of consecutive
+    ranks. Returns 0 if that isn't so, an area is unknown, or there is only one.
 
     `areas`: one entry for each rank. `by`: "nodes", "caches" (nodes, or caches on a host with one node) or "off"
     (returns 0).

@@ -37,7 +37,7 @@ def restore(
 
 
 class UsageError(ParallelStateError):
-    """The call is wrong and has sent no data. Correct the call; the group stays usable."""
+    """The call is wrong and has sent no data. Correct the call; the group is still usable."""
 
 
 class InvalidArgumentError(UsageError, ValueError):
@@ -53,7 +53,7 @@ class SettingError(UsageError, ValueError):
 
 
 class MessageEncodeError(UsageError, TypeError):
-    """An object contains a value of a type that can't be sent. The message names the path of keys to the value."""
+    """An object contains a value of a type that can't be sent. The error's text names the path of keys to the value."""
 
 
 class UnsupportedError(UsageError, NotImplementedError):
@@ -73,7 +73,7 @@ class GroupDestroyedError(UsageError, RuntimeError):
 
 
 class RenamedError(UsageError, AttributeError):
-    """An attribute has another name in this library. The message has the names that replace it."""
+    """An attribute has another name in this library. The error's text has the names that replace it."""
 
 
 class ForkedError(UsageError, RuntimeError):
@@ -87,9 +87,10 @@ class ConfigMismatchError(UsageError, ValueError):
 class CommunicationError(ParallelStateError, RuntimeError):
     """Base class of errors that make a group unusable: its later calls raise GroupFailedError at once.
 
-    Attributes, which are None or empty if they don't apply: `group` (name), `operation` (method), `sequence` (number of
-    the operation within its group), `rank` (in the group), `suspect_ranks` (global), `elapsed_s` (includes the search
-    for the cause), `timeout_s`. A GroupFailedError has the attributes of the group's first failure.
+    Attributes, which are None or empty if they don't apply: `group` (name), `operation` (failed method), `sequence`
+    (number of the operation within its group), `rank` (in the group), `suspect_ranks` (global, may be the cause),
+    `elapsed_s` (includes the search for the cause), `timeout_s`. A GroupFailedError has the attributes of the group's
+    first failure.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class ResourceLimitError(ParallelStateError, RuntimeError):
 
 
 class RemoteError(ParallelStateError, RuntimeError):
-    """Another rank, `rank`, raised an exception. The text has its message and traceback."""
+    """Another rank, `rank` (global), raised an exception. The text has its message and traceback."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)

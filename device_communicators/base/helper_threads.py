@@ -33,7 +33,7 @@ def name_this_thread(name: str) -> None:
 
 @functools.cache
 def prepare_exit() -> None:
-    """Prevents an abort when Python exits while threads run native calls: they then block, as in Python 3.14.
+    """Prevents an abort when Python exits while threads run native calls: the threads then block, as in Python 3.14.
 
     Older versions of Python unwind the stack of a thread that returns from a native call during the exit. Unwinding
     noexcept C++ code, such as torch's bindings, calls `std::terminate`.
@@ -68,7 +68,6 @@ class _Helpers:
         self._ends = 0
 
     def run(self, job: Callable[[], object]) -> None:
-        """Runs `job`, which must not raise, in an idle or a new thread."""
         try:
             _, jobs = self._idle.pop()
         except IndexError:

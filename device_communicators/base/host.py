@@ -18,7 +18,7 @@ _LINK_LOCAL = "20"
 
 
 def read_text(path: str | Path) -> str:
-    """Returns a file's text without white space at both ends; "" if the file can't be read."""
+    """Returns a file's text, stripped of white space at both ends; "" if the file can't be read."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read().strip()
     return ""
@@ -42,14 +42,14 @@ def namespace_id(kind: str) -> str:
 
 
 def process_domain() -> str:
-    """Returns a text that is equal for processes that can watch each other by PID; "" if unknown."""
+    """Identifies the PID namespace: equal for processes that can watch each other by PID; "" if unknown."""
     processes = namespace_id("pid")
     # `start_time` uses the clock of the reader's time namespace.
     return f"{processes}/{local_namespace('time')}" if processes else ""
 
 
 def start_time(pid: int) -> str:
-    """Returns the time at which the process started, in clock ticks since boot. This detects a reused PID."""
+    """Returns when the process started, in clock ticks since boot. This detects a reused PID."""
     return _stat(pid, 19)
 
 
@@ -62,7 +62,7 @@ def _stat(pid: int, field: int) -> str:
 
 
 def resolve(host: str | None, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[tuple[Any, ...]]:
-    """Calls getaddrinfo. Raises OSError instead of Python's UnicodeError for an invalid name."""
+    """Returns getaddrinfo's result. Raises OSError instead of Python's UnicodeError for an invalid name."""
     try:
         return list(socket.getaddrinfo(host, port, type=kind))
     except UnicodeError as error:
@@ -101,7 +101,9 @@ def ipv4_of(interface: str) -> str | None:
 
 
 def networks_of(interface: str) -> Iterator[str]:
-    """Yields the interface's addresses with prefix lengths, such as `10.0.0.7/16`. IPv4, which gloo uses, is first."""
+    """Yields the addresses of a network interface with prefix lengths, such as `10.0.0.7/16`. IPv4, which gloo uses, is
+    first.
+    """
     ipv4, mask = ipv4_of(interface), interface_ioctl(interface, _SIOCGIFNETMASK)
     if ipv4 is not None:
         yield f"{ipv4}/{int.from_bytes(mask[4:8], 'big').bit_count()}"
@@ -139,13 +141,13 @@ def is_numeric(address: str) -> bool:
 
 
 def gloo_address() -> str:
-    """Returns the first of `gloo_addresses`. Can block on a DNS query."""
+    """Returns gloo's first listening address on this host. Can block on a DNS query."""
     return gloo_addresses()[0]
 
 
 def gloo_addresses() -> list[str]:
-    """Returns the address of each interface in GLOO_SOCKET_IFNAME ("" for an interface without addresses). If the
-    variable is unset, returns the address that the host's name resolves to, or 127.0.0.1.
+    """Returns the addresses for gloo: that of each interface in GLOO_SOCKET_IFNAME ("" for an interface without
+    addresses). If the variable is unset, returns only the address of the host's name, or 127.0.0.1.
     """
     chosen = [name.strip() for name in os.environ.get(INTERFACES_VARIABLE, "").split(",")]
     return [next(addresses_of(name), "") for name in chosen] if chosen[0] else [_address_of(socket.gethostname())]

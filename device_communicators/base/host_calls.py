@@ -12,8 +12,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def host_call(advice: str, name: str = "") -> Callable[[Function], Function]:
-    """Returns a decorator that makes torch.compile break the graph at the function. Under `fullgraph=True`, torch's
-    error contains `name` (default: the function's) and `advice`, one line.
+    """Returns a decorator: torch.compile breaks the graph at a call of the decorated function. Under `fullgraph=True`,
+    torch's error contains `name` (default: the function's) and `advice`, one line.
 
     Apply the decorator below `property`, `contextmanager` and similar decorators.
     """

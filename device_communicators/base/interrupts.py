@@ -9,18 +9,24 @@ from contextlib import contextmanager
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised in place of SIGTERM, so that code that handles Ctrl-C also handles SIGTERM."""
+    """Raised when the process receives SIGTERM, so that code that handles Ctrl-C (KeyboardInterrupt) also handles
+    SIGTERM.
+    """
 
 
 def report_end(program: str, error: KeyboardInterrupt) -> int:
-    """Prints to stderr that `error` ended the program. Returns 128 + the signal's number."""
+    """Prints to stderr that `error` ended `program`, a command's name. Returns the exit code, 128 + the signal's
+    number.
+    """
     is_terminated = isinstance(error, Terminated)
     print(f"{program}: {'terminated' if is_terminated else 'interrupted'}", file=sys.stderr)
     return 128 + (signal.SIGTERM if is_terminated else signal.SIGINT)
 
 
 def run_interruptible(program: str, command: Callable[[], int]) -> int:
-    """Runs `command` and returns its exit code, or the result of `report_end` if Ctrl-C or SIGTERM ends `command`."""
+    """Runs `command` and returns its exit code, or 128 + the signal's number if Ctrl-C or SIGTERM ends `command`.
+    `program`: name to print on stderr.
+    """
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         return command()

@@ -34,8 +34,8 @@ _FOLDERS = "/dev/shm", "/tmp"
 
 
 def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None) -> str | None:
-    """Returns a text about the resource whose shortage caused `error`, or None. If a disk is full and `error` names no
-    file, the text has the free space of `folder`.
+    """Describes the resource (such as memory) whose shortage caused `error`; None if no shortage did. If a disk is full
+    and `error` names no file, the text has the free space of `folder`.
     """
     for each in _chain(error):
         number = _number(each)
@@ -46,8 +46,8 @@ def shortage(error: BaseException, folder: str | os.PathLike[str] | None = None)
 
 
 def name_shortage(error: BaseException, doing: str) -> BaseException:
-    """Returns a ResourceLimitError if `error` means that a resource ran out, else `error`. An error of this library
-    keeps its class; the resource is added to its text. `doing`: what failed, for the text.
+    """Converts `error` to a ResourceLimitError if a resource ran out; returns other errors unchanged. An error of this
+    library keeps its class, and its text names the resource. `doing`: what failed, for the text.
     """
     found = shortage(error)
     if found is None or isinstance(error, ResourceLimitError):
@@ -81,8 +81,8 @@ def naming_shortages(doing: str) -> Iterator[None]:
 
 
 def need_descriptors(count: int, doing: str) -> None:
-    """Raises ResourceLimitError if `count` descriptors can't be opened for `doing`. Call this before gloo connects:
-    gloo ends the process if it can't accept a connection.
+    """Raises ResourceLimitError if this process can't open `count` more descriptors, which `doing` needs. Call this
+    before gloo connects: gloo ends the process if it can't accept a connection.
     """
     with naming_shortages(f"{doing}, which needs {count} descriptors,"), contextlib.ExitStack() as spare:
         first = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -166,7 +166,6 @@ def _describe(number: int, path: str | os.PathLike[str] | None) -> str:
 
 
 def _clone3_is_forbidden() -> bool:
-    """Returns True if a sandbox makes clone3 fail with EPERM. glibc then can't create threads."""
     if sys.platform != "linux":
         return False
     libc = ctypes.CDLL(None, use_errno=True)

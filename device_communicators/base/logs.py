@@ -16,7 +16,9 @@ class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(rank: int | None) -> None:
-    """Adds a log handler; its lines show `rank` unless that is None. Does nothing if the program has handlers."""
+    """Adds a handler to the library's log, unless the program has log handlers. Its lines show `rank`, if that isn't
+    None.
+    """
     own = [each for each in LOGGER.handlers if isinstance(each, _OwnHandler)]
     if not own and not LOGGER.hasHandlers():
         own = [_OwnHandler()]

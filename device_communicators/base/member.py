@@ -63,12 +63,13 @@ class Timeout:
 
 @host_call(OUTSIDE)
 def extended_deadline(seconds: float) -> AbstractContextManager[None]:
-    """Adds `seconds` to the timeout of each call that begins in the body: `with ps.extended_deadline(600): warm_up()`.
+    """Adds `seconds` to the timeout of each call of this process that begins in the `with` block: `with
+    ps.extended_deadline(600): warm_up()`.
 
-    Applies to all present and new groups of this process, and to groups of our backend for torch.distributed, except
-    for calls over gloo. Sends nothing: every rank that waits for a slow rank must use this. Nested uses add up. A
-    started call gets the extra time if its `wait()` begins in the body. Raises InvalidArgumentError if `seconds` isn't
-    positive or exceeds ten years.
+    Applies to all groups, also new ones and those of our backend for torch.distributed, except for calls over gloo.
+    Sends nothing: every rank that waits for a slow rank must use this. Nested uses add up. An asynchronous call gets
+    the extra time if its `wait()` begins in the block. Raises InvalidArgumentError if `seconds` isn't positive or
+    exceeds ten years.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < MOST_TIMEOUT_S:
         raise InvalidArgumentError(f"extended_deadline takes a positive number of seconds, but got {seconds!r}")

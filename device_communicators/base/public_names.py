@@ -36,7 +36,9 @@ def load_on_use(root: dict[str, Any], names: Names) -> tuple[list[str], Callable
 
 
 def name_classes(root: str, names: Names) -> None:
-    """Sets `__module__` to `root`, the package's name, in each class of `names` whose module is already imported."""
+    """Sets `__module__` of public classes to `root`, the package's name, if their module is already imported. `names`:
+    the public names by module.
+    """
     for module, defined in names.items():
         for public in (vars(sys.modules[module]).get(name) for name in defined) if module in sys.modules else ():
             if isinstance(public, type) and public.__module__ != root:

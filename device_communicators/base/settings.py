@@ -24,8 +24,8 @@ _VARIABLES: Mapping[bytes, bytes] | None = getattr(os.environ, "_data", None) if
 
 @dataclass(frozen=True)
 class Setting(Generic[T]):
-    """An environment variable. Its value is `default` if it is unset or empty. If `parse` raises ValueError, `get`
-    raises a SettingError with the text `must_be`.
+    """An environment variable. `get` returns `default` if it is unset or empty, else `parse(text)`. If `parse` raises
+    ValueError, `get` raises a SettingError with the text `must_be`.
     """
 
     name: str

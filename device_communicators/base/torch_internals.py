@@ -50,7 +50,7 @@ def abort_process_groups() -> None:
 
 
 def is_fake(group: Any = None) -> bool:
-    """Returns whether the backend of `group`, or of the default group, is torch's "fake", which has no peers."""
+    """Returns True if the backend of `group`, or of the default group, is torch's "fake", which doesn't communicate."""
     return dist.is_initialized() and dist.get_backend(group) == "fake"
 
 
@@ -143,7 +143,7 @@ def group_over_gloo(store: Any, rank: int, size: int, gloo: Any) -> Any:
 
 
 def group_over(store: Any, rank: int, size: int, backend: Any) -> Any:
-    """Returns a process group that runs calls of CPU tensors on `backend`."""
+    """Returns a torch process group that runs calls of CPU tensors on `backend`."""
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
@@ -175,7 +175,8 @@ def new_group_of_members(
     options: Any = None,
     store: BoundedStore | None = None,
 ) -> Any:
-    """Creates a process group; only `ranks` (global, ascending) call this. `name` must be unique in the store.
+    """Creates a process group; only its members, `ranks` (global, ascending), call this. `name` must be unique in the
+    store.
 
     Replaces `new_group(use_local_synchronization=True)`. Before torch 2.15, that function puts a hash of the process's
     number of groups into the name, so members with different numbers never connect.
@@ -199,8 +200,8 @@ def new_group_of_members(
 
 @contextmanager
 def _without_split() -> Iterator[None]:
-    """Unbinds the default group's device in the block. Otherwise torch would create a new group by a split of that
-    device's NCCL communicator, in which every rank must take part.
+    """Unbinds the default group's device in the block. Otherwise torch would split that device's NCCL communicator to
+    create a group, and every rank would have to take part.
     """
     default, device = dist.group.WORLD, bound_device()
     if device is None or default is None:
@@ -220,8 +221,8 @@ def is_registered(group: Any) -> bool:
 
 
 def name_ranks(group: Any) -> None:
-    """Sets the list of ranks in the options of the NCCL group `group`, as torch does only for a process's first NCCL
-    group. Without this list, a split of the group crashes (pytorch #192109; seen with 2.11). Not tested on a GPU.
+    """Sets the list of ranks in the options of the NCCL process group `group`, as torch does only for a process's first
+    NCCL group. Without this list, splitting the group crashes (pytorch #192109; seen with 2.11). Not tested on a GPU.
     """
     options = backend_of(group, torch.device("cuda")).options
     if not getattr(options, "global_ranks_in_group", True):
@@ -234,8 +235,8 @@ def mark_written(x: Tensor) -> None:
 
 
 def end_process_groups(group: Any = None) -> None:
-    """Destroys torch's process group `group`; None: all. Logs a reminder after 10 s: NCCL waits without a limit while a
-    CUDA graph uses the group.
+    """Destroys torch's process group `group`, or all groups if None. Logs a reminder after 10 s: NCCL waits without a
+    limit while a CUDA graph uses the group.
     """
     ended = threading.Event()
 
@@ -252,8 +253,8 @@ def end_process_groups(group: Any = None) -> None:
 
 
 def find_stores_by(find: Callable[[str, int], dist.Store | None] | None) -> None:
-    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns, or torch's own store if `find`
-    is None or returns None. Does nothing if torch lacks `_create_c10d_store`.
+    """Makes torch's `env://` and `tcp://` use the store that `find(host, port)` returns. If `find` is None or returns
+    None, torch uses its own. Does nothing if torch lacks `_create_c10d_store`.
     """
     make = getattr(_RENDEZVOUS, "_create_c10d_store", None)
     if make is None:
@@ -340,7 +341,9 @@ except (ImportError, AttributeError):
 
 
 def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
-    """Excludes the function from torch.compile. torch.compiler.disable would import torch._dynamo (1 s)."""
+    """Excludes the function from torch.compile. torch.compiler.disable would import torch._dynamo (1 s). `reason`: for
+    torch's errors.
+    """
     if _SKIP is None:
         return torch.compiler.disable(function, reason=reason)
     marked: Any = function
@@ -352,7 +355,9 @@ def disable_dynamo(function: Callable[..., Any], reason: str) -> Any:
 
 
 def leave_to_interpreter(function: Callable[..., Any]) -> None:
-    """Prevents torch.compile from tracing `function`, such as an op's kernel, when untraced code calls it."""
+    """Prevents torch.compile from tracing `function`, such as an op's kernel, when code outside of a compiled graph
+    calls it.
+    """
     if _SKIP is not None:
         _frames.set_code_exec_strategy(function.__code__, _SKIP)
 
@@ -362,7 +367,9 @@ def mark_constant(function: Any) -> None:
 
 
 def mark_static_address(tensor: Any) -> None:
-    """Marks a graph's input whose address doesn't change, so that a graph that writes to it can become a CUDA graph."""
+    """Marks a graph's input `tensor` whose address doesn't change, so that a graph that writes to this input can become
+    a CUDA graph.
+    """
     tensor._dynamo_static_input_type = "unguarded"
 
 
@@ -414,7 +421,9 @@ def is_in_nested_backward() -> bool:
 
 
 def stash_for_autograd(value: Any) -> None:
-    """Stores a value for `stashed_for_autograd` in this thread and in threads that run this thread's backward."""
+    """Stores a value that `stashed_for_autograd` returns, in this thread and in threads that run this thread's
+    backward.
+    """
     torch._C._stash_obj_in_tls(_KEY, value)
 
 
@@ -431,10 +440,10 @@ def order_in_graph(
     mode: FunctionalTensorMode, op: Any, types: Sequence[type], args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """Adds `op` to AOTAutograd's graph. Other arguments: see `FunctionalTensorMode.__torch_dispatch__`.
+    """Adds `op` to the graph that AOTAutograd traces. Other arguments: as in `FunctionalTensorMode.__torch_dispatch__`.
 
-    A group's ops keep their order, because each writes the group's token, the op's argument `token`. In the graph a
-    copy replaces the token: a write to the token itself would mutate an input of the graph.
+    A group's ops keep their order in the graph, because each writes the same tensor, the op's argument `token`. In the
+    graph a copy replaces the token: a write to the token itself would mutate an input of the graph.
 
     Also marks the op's results to be saved for the backward. Otherwise the backward could repeat the op in any order
     relative to its own collectives.
@@ -458,19 +467,19 @@ def order_in_graph(
 
 
 def _leave_to_partitioner(token: FunctionalTensor) -> None:
-    """Removes the recompute policy from the token's graph node. Otherwise the backward would recompute ops whose only
-    input is the token.
-    """
     proxies = get_proxy_mode()
     if proxies is not None:
         slot = get_proxy_slot(token.from_functional(), proxies.tracer, None)
         if slot is not None:
+            # With a policy, the backward would recompute ops whose only input is the token.
             slot.proxy.node.meta.pop("recompute", None)
 
 
 def _recompute_policy() -> CheckpointPolicy:
-    """Returns the policy that makes torch save an op's results instead of recomputing the op. With an activation
-    budget between 0 and 1, torch before 2.15 fails if all nodes must be saved. The policy then only prefers saving.
+    """Returns the policy that makes torch save an op's results instead of recomputing the op.
+
+    Before torch 2.15, torch fails if all nodes must be saved and the activation budget is between 0 and 1. The policy
+    then only prefers saving.
     """
     from torch._functorch import config as functorch_config  # already imported
 
@@ -479,9 +488,6 @@ def _recompute_policy() -> CheckpointPolicy:
 
 
 def _token_in_graph(mode: FunctionalTensorMode, token: Tensor) -> FunctionalTensor:
-    """Returns the graph's copy of `token`, the tensor that orders ops. The first call for each device and tracer
-    creates the copy and stores it in `mode`.
-    """
     proxies = get_proxy_mode()
     key = (token.device, None if proxies is None else proxies.tracer)
     tokens: dict[Any, FunctionalTensor] = vars(mode).setdefault("_parallel_state_tokens", {})
@@ -520,7 +526,9 @@ def with_gradients(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def map_op(op: Any, rule: Callable[..., tuple[Any, Any]], args: Sequence[Any]) -> Any:
-    """Runs `rule`, the vmap rule of `op`, as register_vmap does. register_vmap would import torch._functorch early."""
+    """Runs `rule`, the vmap rule of `op`, on `args` as register_vmap does. register_vmap would import torch._functorch
+    early.
+    """
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

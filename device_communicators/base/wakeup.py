@@ -1,4 +1,4 @@
-"""Lets C++ waits detect signals without Python's interpreter lock: they poll the pipe of `signal.set_wakeup_fd`.
+"""Lets waits in C++ detect signals without Python's interpreter lock, by polling the pipe of `signal.set_wakeup_fd`.
 
 If the program sets its own descriptor, as asyncio does, the main thread's waits instead take the lock periodically.
 This module replaces `signal.set_wakeup_fd` to detect such programs.
@@ -61,8 +61,8 @@ class _Wakeup:
             return False
 
     def renew(self) -> None:
-        """Replaces the pipe, after the program closed the pipe or in a forked child. The child's signals would
-        otherwise wake its parent.
+        """Opens a new pipe, because the program closed the old one, or in a forked child, whose signals would otherwise
+        wake its parent.
         """
         made, inode = _pipe(), self._inode
         self._inode = os.fstat(made[0]).st_ino
@@ -74,9 +74,6 @@ class _Wakeup:
 
 
 def _take_over(new: int, old: int, inode: int) -> int:
-    """Moves the descriptor `new` to the number `old` and returns `old`, if `old` is still open on the pipe with this
-    inode. Otherwise returns `new`.
-    """
     with contextlib.suppress(OSError):
         if os.fstat(old).st_ino == inode:
             os.dup2(new, old, inheritable=False)
@@ -100,8 +97,8 @@ def tell(pipe: SignalPipe) -> None:
 
 
 def begin() -> None:
-    """Makes signals wake calls that wait: passes the library's pipe to `signal.set_wakeup_fd`. Does nothing outside the
-    main thread, or if the program has set its own descriptor.
+    """Makes signals wake calls that wait in C++: passes the library's pipe to `signal.set_wakeup_fd`. Does nothing
+    outside the main thread, or if the program has set its own descriptor.
     """
     wakeup = _wakeup()
     if threading.current_thread() is threading.main_thread() and not wakeup.is_open():

@@ -69,10 +69,11 @@ def _check_backend_options(options: Any) -> None:
 
 @counted_from_begin()
 def create_group(options: Any, world: World | None = None) -> Any:
-    """Returns the backend of a group. Every rank of the group calls this.
+    """Returns the backend of a new group. Every rank of the group calls this.
 
-    `world`: the ranks whose deaths fail the group; default: `World.of`. If a rank of the world has no compiled module,
-    all groups of the world use gloo, and each host logs one warning. Raises CommunicationError if ranks are missing.
+    `options`: torch's DistributedBackendOptions. `world`: the ranks whose deaths fail the group; default: `World.of`.
+    If a rank of the world has no compiled module, all groups of the world use gloo, and each host logs one warning.
+    Raises CommunicationError if ranks are missing.
     """
     extension.compile_ahead()
     started, size, rank = time.monotonic(), options.group_size, options.group_rank

@@ -33,7 +33,7 @@ _ADVICE = ". It needs a C++ compiler and Python's headers"
 
 @cache
 def try_load() -> tuple[Any, str]:
-    """Returns the imported module and "", or None and the reason."""
+    """Compiles and imports the C++ module. Returns (module, "") or (None, reason)."""
     try:
         [(path, problem)] = native.find_or_compile([recipe()])
         if path is not None and native.is_packaged(path):
@@ -80,7 +80,7 @@ def compile_ahead() -> None:
 
 
 def recipe() -> Recipe:
-    """Returns how to compile the module. Raises BuildError if Python's headers are missing."""
+    """Returns the sources and flags to compile the C++ module. Raises BuildError if Python's headers are missing."""
     sources = tuple(sorted(SOURCES.glob("*.cpp"), key=lambda path: (path.stem == "module", path.stem)))
     flags = native_build.torch_flags(sources, ("torch_python", "torch", "torch_cpu", "c10"))
     version = sysconfig.get_config_var("SOABI")
@@ -102,10 +102,10 @@ def recipe() -> Recipe:
 
 @cache
 def try_load_store() -> Any:
-    """Returns the compiled module, whose class `Store` is a store for torch, or None if the module is missing.
+    """Returns the compiled module, whose class `Store` is a store for torch; None if the module can't be loaded.
 
-    A Python store would make torch's own threads wait for the interpreter lock, and isn't safe when the interpreter
-    exits.
+    With a store in Python, torch's own threads would wait for the interpreter lock, and could crash when the
+    interpreter exits.
     """
     module, problem = try_load()
     if module is None:
@@ -115,7 +115,7 @@ def try_load_store() -> Any:
 
 def for_torch(store: Any) -> Any:
     """Returns a C++ client for the server of `store`. Returns `store` itself if it isn't a ControlStore or the compiled
-    module is missing. torch doesn't keep Python stores alive, so the caller must.
+    module is missing. The caller must keep the result alive, because torch keeps no reference to Python stores.
     """
     module = try_load_store() if isinstance(store, ControlStore) else None
     if module is None:

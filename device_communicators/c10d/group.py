@@ -62,8 +62,8 @@ _NOBODYS_TAG = (1 << 31) - 1
 
 
 def as_torch_error(error: BaseException) -> BaseException:
-    """Returns `error`. A CommunicationError is returned as a subclass that also derives from torch's DistBackendError,
-    which programs catch.
+    """Converts a CommunicationError to a subclass that also derives from torch's DistBackendError, which programs
+    catch. Returns other errors unchanged.
     """
     if not isinstance(error, CommunicationError):
         return error
@@ -107,8 +107,8 @@ class Group:
         is_worlds: bool,
         create: Callable[..., Any],
     ) -> None:
-        """Connects the group's ranks. `is_worlds`: True if closing this group also closes `world`. `create`: the
-        function `create_group`.
+        """Connects the group's ranks, which must all do this. `is_worlds`: True if closing this group also closes
+        `world`. `create`: the function `create_group`.
         """
         self._store = store
         self._members = members
@@ -181,7 +181,6 @@ class Group:
                 HelperThread("gloo", self._end_waits_in_gloo).start()
 
     def _end_waits_in_gloo(self) -> None:
-        """Closes this rank's gloo connections after a death, because gloo would continue to wait for living ranks."""
         time.sleep(NOTICE_S)
         dead = {death.rank for death in self.context.deaths()}
         peers = [rank for rank in range(self.context.size) if rank != self.context.rank]
@@ -213,8 +212,8 @@ class Group:
             set_backend_timeout(self._gloo, timeout)
 
     def suspend(self, is_busy: bool) -> None:
-        """Frees the group's buffers until `resume`. Every rank calls this. `is_busy`: True if a call is in progress. If
-        a rank is busy, raises UsageError on all ranks.
+        """Frees the group's buffers until `resume`. Every rank calls this. `is_busy`: True if this rank has a running
+        call. If a rank is busy, raises UsageError on all ranks.
         """
         self.context.agree_on("suspend", "a call under way" if is_busy else self._memory.unread())
         self._memory.suspend()
@@ -226,7 +225,7 @@ class Group:
         return self._memory.backed_bytes()
 
     def collective_error(self, status: int, method: str, elapsed_s: float, timeout_s: float) -> BaseException:
-        """Returns the error of a failed collective. `status`: its `Status` in csrc/group.h."""
+        """Returns the error of a failed collective. `status`: value of `Status` in csrc/group.h."""
         if status == _COLLECTIVE_INTERRUPTED:
             native.load().raise_interruption()
         collectives = self.collectives
@@ -245,17 +244,15 @@ class Group:
         return self._failed(found, method, elapsed_s)
 
     def group_of_one(self) -> tuple[str, int]:
-        """Creates a group of this rank alone, for a `c10d::Window`. Returns the path from which C++ loads the library,
-        and the group's number in it.
+        """Returns a group of this rank alone, for one-sided calls (`c10d::Window`): the path from which C++ loads the
+        library, and the group's number in the library.
         """
         if self._alone is None:
             self._alone = group_of_one(self.context)
         return str(self._alone.library.path), self._alone.number
 
     def failed(self, operation: str) -> BaseException:
-        """Returns the error of a call that begins after a failure of the group, or after a death that no
-        call reported.
-        """
+        """Returns the error for a new call, `operation`, on a group that has failed or in which a rank has died."""
         first = self._first_failure
         if first is not None:
             error: CommunicationError = failed_earlier(self.context, first)
@@ -265,7 +262,6 @@ class Group:
         return self._failed(died(self.context, operation, time.monotonic()), operation, 0.0)
 
     def _failed(self, error: BaseException, operation: str, elapsed_s: float) -> BaseException:
-        """Marks the group as failed by `error` and returns the error to raise."""
         if isinstance(error, TransferError):
             return self._transport_error(error, operation, error.peer, elapsed_s, "between hosts")
         if not isinstance(error, CommunicationError):
@@ -329,7 +325,7 @@ class Group:
         return (ForkedError if is_forked else UsageError)(f"{self._members}: {text}")
 
     def make_gloo(self) -> Any:
-        """Returns the group's gloo backend. All ranks must call this, because the first call connects them."""
+        """Returns the group's gloo backend. All ranks must call this, because the first call connects the ranks."""
         if self._gloo is not None:
             return self._gloo
         store = self._store.prefixed("gloo")
@@ -365,7 +361,7 @@ class Group:
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool) -> None:
         """Waits for all ranks. After rank 0's `timeout`, raises CollectiveTimeoutError, which names the first missing
-        rank, or all if `wait_all_ranks`. The group stays usable.
+        rank, or all missing ranks if `wait_all_ranks`. The group stays usable.
         """
         members, method, watcher = self._members, "monitored_barrier", self._world.watcher
         limit_s = timeout.total_seconds() if members.rank == 0 else members.timeout_s
@@ -401,13 +397,15 @@ class Group:
         return self._create(options)
 
     def merge(self, store: Any, rank: int, size: int, timeout: timedelta, name: str) -> Any:
-        """Creates a group of `size` ranks that find each other in `store`. Each of these ranks calls this."""
+        """Creates a group of `size` ranks that find each other in `store`. Each of these ranks calls this, with its new
+        `rank`.
+        """
         world = World(BoundedStore(store), range(size), "merge_remote_group", may_borrow=False)
         return self._create(backend_options(store, rank, size, timeout, name), world)
 
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
-        """Creates a group of the ranks that aren't `excluded`. Each of these ranks calls this. A death in the old group
-        doesn't fail the new group.
+        """Creates a group without the ranks `excluded` (of this group). Each of its ranks calls this. A death in the
+        old group doesn't fail the new group.
 
         `renumber`: True if the new group's ranks get the global ranks 0, 1, and so on.
         """
@@ -458,7 +456,7 @@ def lost_store(
     what: str,
     started: float,
 ) -> CommunicationError:
-    """Returns the error for a creation of a group that failed by `error` of its store.
+    """Returns the error for a group that couldn't be created because its store failed with `error`.
 
     `what`: the step that failed, for the error's text. `ranks`: ranks whose death may be the cause. `started`: start of
     the creation, by time.monotonic().

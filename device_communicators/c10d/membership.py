@@ -45,7 +45,7 @@ _FORMAT = "parallel_state/1"
 
 
 def create_reconfigurable(options: Any, module: Any, create_group: Callable[..., Any]) -> Any:
-    """Returns a backend without members; `reconfigure` sets them. Raises UnsupportedError before torch 2.15.
+    """Returns a backend without members; its `reconfigure` sets the members. Raises UnsupportedError before torch 2.15.
 
     `module`: this folder's compiled module. `create_group`: `creation.create_group`.
     """
@@ -102,8 +102,9 @@ class Handle(NamedTuple):
 
 
 class Membership:
-    """Changes the members of one group. The compiled `ReconfigurableBackend` calls the methods, and sets `end_group`,
-    which ends the group's calls and releases the group.
+    """Changes the members of one group. The compiled `ReconfigurableBackend` calls the methods.
+
+    `end_group`: set by the backend; ends the group's calls and releases the group.
     """
 
     end_group: Callable[[], None]
@@ -147,10 +148,10 @@ class Membership:
         timeout: timedelta | None,
         hints: Mapping[str, str],
     ) -> Any:
-        """Creates a group of the processes with these handles and returns its backend. Each of these processes must
-        call this with the same new `uuid`.
+        """Creates a group of the processes with the given `handles`, and returns its backend. Each of these processes
+        must call this with the same new `uuid`.
 
-        `is_ordered`: True if ranks follow the order of `handles`, else the sorted order. `timeout`: None for the
+        `is_ordered`: True if ranks follow the order of `handles`; else the handles are sorted. `timeout`: None for the
         backend's own. `hints` must be empty. The previous group ends once the arguments are checked. If this raises
         CommunicationError, the process has no group; call this again with another uuid.
         """

@@ -1,5 +1,5 @@
-"""Registers the backend with torch.distributed. Creating the backend's first group patches functions of torch that
-accept only gloo.
+"""Registers the backend with torch.distributed. When the backend creates its first group, it patches functions of torch
+that accept only gloo.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ def _open_monitored_barrier() -> None:
 
 
 def _open_set_pg_timeout() -> None:
-    """Before torch 2.15, makes torch's `_set_pg_timeout` support this backend."""
     import torch
     import torch.distributed as dist
 
@@ -87,8 +86,8 @@ def _open_set_pg_timeout() -> None:
 
 
 def _open_backend_type() -> None:
-    """Makes torch report "gloo" as this backend's type. torch's own value "custom" makes ShardedTensor treat the group
-    as one of GPUs.
+    """Makes torch report "gloo" as this backend's type. With torch's own value "custom", ShardedTensor would treat the
+    group as one of GPUs.
     """
 
     def wrap(of_torch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The failure domain of the backend's groups (see `FailureDomain`): the ranks of the default process group.
+"""The failure domain of the backend's groups, the ranks that fail together: those of the default process group.
 
 Until there is a group of all ranks, each group is a failure domain of its own.
 """
@@ -35,9 +35,9 @@ class World:
         call: str = "",
         address: str | None = None,
     ) -> None:
-        """`ranks`: the world's global ranks. Errors name the function `caller`. `may_borrow`: True to share an existing
-        watcher of the same ranks. `call`: the caller's arguments as text, equal on all ranks. `address`: this host's
-        address, as other ranks use it; default: the one from which this host reaches `store`.
+        """`ranks`: the world's global ranks. `caller`: function that errors name. `may_borrow`: True to share an
+        existing watcher of the same ranks. `call`: the caller's arguments as text, equal on all ranks. `address`: this
+        host's address, as other ranks use it; default: the one from which this host reaches `store`.
         """
         shared = Watcher.shared_by(ranks) if may_borrow else None
         self._caller, self._call = caller, call
@@ -60,8 +60,8 @@ class World:
 
     @classmethod
     def of(cls, store: BoundedStore, ranks: Sequence[int], is_default: bool) -> World:
-        """Returns the current world if it contains `ranks`; else creates a world. The default group (`is_default`)
-        always gets a new world.
+        """Returns the current world if it contains `ranks` (global); else creates a world. The default group
+        (`is_default`) always gets a new world.
         """
         with _LOCK:
             current = cls._current
@@ -74,7 +74,9 @@ class World:
 
     @classmethod
     def watcher_of(cls, ranks: Sequence[int]) -> Watcher | None:
-        """Returns the current world's watcher, or None if there is no such world or it doesn't watch all `ranks`."""
+        """Returns the object that detects deaths in the current world, or None if there is no world or it doesn't watch
+        all `ranks`.
+        """
         with _LOCK:
             current = cls._current
         return None if current is None or not current.watcher.watches(ranks) else current.watcher
@@ -85,7 +87,7 @@ class World:
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
         """Connects the ranks to the control plane. Each rank of the world's first group calls this. Returns why all
-        groups must use gloo, or "". `problem`: why this rank needs gloo, or "".
+        groups must use gloo, or "". `problem`: why this rank must, or "".
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s
@@ -110,8 +112,8 @@ class World:
             know_neighbours(memory, self.watcher)
 
     def lasting_store(self, store: BoundedStore, ranks: Sequence[int]) -> BoundedStore:
-        """Returns the store that a group of `ranks` uses once it is created: `store`, or a store that the lowest rank
-        of `ranks` serves if the group can outlive `store`.
+        """Returns a store that lives as long as a group of `ranks`: `store`, or if the group can outlive `store`, one
+        that the lowest rank of `ranks` serves.
         """
         found = self.watcher.store_of(ranks) if self.outlives_store else None
         return store if found is None else BoundedStore(for_torch(found.raw))

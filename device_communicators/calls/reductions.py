@@ -51,8 +51,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def reducible(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor | None]:
-    """Converts `x` to a dtype that the transports can reduce. Returns the converted tensor, the op for it, and `x` if
-    the result must be copied back into `x`, else None.
+    """Converts `x` to a dtype that the transports can reduce. Returns the converted tensor, the reduce op to use for
+    it, and `x` if the result must be copied back into `x`, else None.
     """
     if x.dtype == torch.float16 and reduce_op == "avg":  # the sum may overflow when the average does not
         return x.float(), reduce_op, x
@@ -70,8 +70,8 @@ def reducible_by_torch(x: Tensor, reduce_op: str) -> tuple[Tensor, str, Tensor |
 
 
 def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
-    """Reduces `x` into `total`, with the same bits as cpu/csrc/reduce.h. torch's own maximum isn't used: that of 0.0
-    and -0.0 depends on the element's address.
+    """Reduces `x` into `total`, with the same bits as cpu/csrc/reduce.h. Doesn't use torch's maximum, whose result for
+    0.0 and -0.0 depends on the element's address.
     """
     if total.is_cpu and total.numel() > _ONE_THREAD_ELEMENTS and total.is_contiguous() and x.is_contiguous():
         pieces = (each.view(-1).split(_ONE_THREAD_ELEMENTS) for each in (total, x))
@@ -92,7 +92,7 @@ def combine_(total: Tensor, x: Tensor, reduce_op: str) -> None:
 
 
 def divide_(total: Tensor, size: int) -> None:
-    """Divides `total` by `size`. Quotients of integers are rounded toward zero, as in NCCL."""
+    """Divides `total` in place by `size`. Quotients of integers are rounded toward zero, as in NCCL."""
     if not (total.dtype.is_floating_point or total.dtype.is_complex):
         total.copy_(total.to(torch.int64).div_(size, rounding_mode="trunc"))  # int8 can't hold a size of 128
         return
@@ -119,21 +119,21 @@ MIN_SCALE = 1.0 / (FP8_MAX * 512.0)
 
 
 def add_rms_norm(total: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns `(rms_norm(y) * weight, y)` for `y = total + residual`. The sum and the norm are each rounded once."""
+    """Returns `(rms_norm(y) * weight, y)` for `y = total + residual`. The sum and the norm are rounded separately."""
     y = total + residual
     return torch.nn.functional.rms_norm(y, (y.shape[-1],), weight, eps), y
 
 
 def static_fp8_quant(normed: Tensor, scale: Tensor) -> Tensor:
-    """Returns `normed / scale` in float8, bitwise as vLLM. `scale`: one float32 element. Infinities are clamped, unlike
-    in torch.
+    """Returns `normed / scale` in float8, bitwise equal to vLLM's. `scale`: one float32 element. Infinities are
+    clamped, unlike in torch.
     """
     return (normed.float() * scale.reshape(()).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns `(normed / scale, scale)` by row, bitwise as vLLM. A NaN makes the whole row NaN, an infinity makes the
-    row's finite elements 0.
+    """Returns `(normed / scale, scale)` in float8 with one scale per row, bitwise as vLLM. A NaN makes the whole row
+    NaN, an infinity makes the row's finite elements 0.
     """
     wide = normed.float()
     largest = wide.abs().amax(-1, keepdim=True) if wide.shape[-1] else wide.new_zeros((*wide.shape[:-1], 1))
@@ -142,14 +142,16 @@ def dynamic_per_token_fp8_quant(normed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize(normed: Tensor, *scale: Tensor) -> tuple[Tensor, ...]:
-    """Quantizes to float8 by `scale`. Without `scale`, also returns the scales that it computes by row."""
+    """Quantizes to float8 by one given `scale`. Without `scale`, computes one for each row, and also returns these
+    scales.
+    """
     return (static_fp8_quant(normed, *scale),) if scale else dynamic_per_token_fp8_quant(normed)
 
 
 @contextmanager
 def default_state(x: Tensor) -> Iterator[None]:
-    """Runs the block in the default floating-point state if `x` is on the CPU, because other states give different
-    bits.
+    """Runs the block in the CPU's default floating-point state (rounding, denormals) if `x` is on the CPU, because
+    other states give different bits.
     """
     functions = _state_functions() if x.is_cpu else None
     if functions is None:

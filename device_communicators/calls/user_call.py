@@ -86,8 +86,9 @@ _STARTED = {
 
 
 class UserCall(NamedTuple):
-    """A call that a program made. All ranks must have equal fields, except that similar methods (`_CLASSES`) match.
-    Fields that don't apply have their defaults. `root`: the rank `src` or `dst`. `sizes`: of each rank's part.
+    """A call that a program made. The fields must be equal on all ranks, except that similar methods (`_CLASSES`)
+    match. Fields that don't apply have their defaults. `root`: the argument `src` or `dst`, a rank in the group.
+    `sizes`: of each rank's part.
     """
 
     method: str
@@ -114,7 +115,7 @@ class UserCall(NamedTuple):
 
     @property
     def digest(self) -> int:
-        """Returns a hash of `shape` and `sizes`, equal to `digest_of_shape` in csrc/call.h."""
+        """Returns a hash of `shape` and `sizes`. C++ computes the same hash (`digest_of_shape` in csrc/call.h)."""
         digest = 0
         for size in (*self.shape, *self.sizes):
             digest = ((digest ^ (size + 1)) * 0x9E3779B1) & 0xFFFFFFFF
@@ -122,7 +123,7 @@ class UserCall(NamedTuple):
 
     @property
     def packed_shape(self) -> int:
-        """Returns the shape in one integer, equal to `packed_shape` in csrc/call.h."""
+        """Returns the shape in one integer. C++ computes the same integer (`packed_shape` in csrc/call.h)."""
         dims = len(self.shape)
         bits = _SHAPE_BITS // max(dims, 1)
         if dims >= _NO_SHAPE or any(size >> bits for size in self.shape):
@@ -166,7 +167,9 @@ def _words(call: UserCall) -> tuple[int, int]:
 
 
 def key_of(word: int) -> int:
-    """Returns a number that is equal for matching calls; 0 for a method without a number."""
+    """Returns a number that is equal for matching calls, from a call's `UserCall.word`; 0 for a method without a
+    number.
+    """
     return word & ((1 << 64) - _VARIANTS) if word & 255 else 0
 
 
@@ -196,8 +199,8 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Returns a call as text for errors, from its `UserCall.word` and `packed_shape`. `parts`: size of each rank's
-    part in bytes, or empty.
+    """Describes a call as text for errors. `word`, `packed_shape`: those of its `UserCall`. `parts`: size of each
+    rank's part in bytes, or empty.
     """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
@@ -237,8 +240,9 @@ def _in_words(method: str, op: str, dim: int, root: int, sizes: str, dtype: str,
 def call_of_arguments(
     operation: str, tensor: torch.Tensor | None, args: Sequence[object], reduce_op: str | None, method: str, dim: int
 ) -> UserCall:
-    """Returns the `UserCall` of a communicator's method `operation`, called with `args`. `tensor`: its input. `method`:
-    the name that the user called, or "" to derive it from `operation`. `dim`: used if `args` contain no dim.
+    """Returns the `UserCall` of a communicator's method `operation`, which is called with `args`. `tensor`: the
+    method's input. `method`: the name that the user called, or "" to derive it from `operation`. `dim`: used if `args`
+    contain no dim.
     """
     facts: dict[str, object] = {}
     if operation in ("iall_gather", "ireduce_scatter"):
@@ -316,7 +320,7 @@ def called_as(method: str) -> Iterator[None]:
 
 
 def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Decorates a method so that `elapsed_s` of its errors counts from the method's start."""
+    """Decorates a method so that `elapsed_s`, an attribute of its errors, counts from the method's start."""
 
     @functools.wraps(call)
     def under_time(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -333,7 +337,7 @@ def timed(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 @contextmanager
 def began_at(began_s: float) -> Iterator[None]:
-    """Sets the monotonic time from which errors in the block compute `elapsed_s`."""
+    """Makes the errors in the block compute `elapsed_s` from `began_s`, a monotonic time."""
     before, _THREAD.began_s = _THREAD.began_s, _THREAD.began_s or began_s
     try:
         yield
@@ -346,7 +350,7 @@ def began_s() -> float:
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorates a function so that its errors mention `method` as the failed call. Also applies `timed`."""
+    """Decorates a function so that its errors name `method` as the failed call. Also applies `timed`."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)
@@ -369,7 +373,7 @@ def transfer_method() -> str:
 
 
 def begin_sending() -> None:
-    """Marks that this thread's call has begun to send. A failure now makes the group unusable."""
+    """Records that this thread's call has begun to send. From now on, its failure makes the group unusable."""
     _THREAD.has_sent = True
 
 
@@ -378,5 +382,5 @@ def has_sent() -> bool:
 
 
 def begin_locally() -> None:
-    """Marks that this thread's call has sent nothing. Until `begin_sending`, a failure leaves the group usable."""
+    """Records that this thread's call has sent nothing. Until `begin_sending`, a failure leaves the group usable."""
     _THREAD.has_sent = False

@@ -1,4 +1,4 @@
-"""Operations in progress."""
+"""Handles of running calls."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sends requests to a control plane's key-value store, or to the Python code in the control plane's process. Doesn't
-import torch, so that `debug --live` starts fast.
+"""Sends requests to another process's control plane: to its key-value store, or to its Python code. Doesn't import
+torch, so that `debug --live` starts fast.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def in_words(answer: bytes) -> str:
 def ask(
     library: Any, servers: Mapping[_Key, tuple[str, int, str]], rank: int, question: bytes, limit_s: float
 ) -> dict[_Key, tuple[int, bytes]]:
-    """Sends `question` to the processes at `servers` and returns the replies of their callbacks `on_question`; see
-    `World.meet`. `servers`: numeric address, port and secret of each process. `rank`: the asking process's, or -1.
+    """Sends `question` to the processes `servers`, each given by numeric address, port and secret. Returns the replies,
+    which a function in each process computes (`on_question` of `World.meet`). `rank`: the asking process's global rank,
+    or -1.
 
     A reply is (0, bytes), or an error as (errno, text). ETIME: the process runs, but its Python code doesn't reply. If
     `question` is empty, a process replies without Python code.
@@ -74,9 +75,9 @@ def ask(
 
 class Request:
     def __init__(self, library: Any, client: int, content: bytes, limit_s: float, connect_s: float = CONNECT_S) -> None:
-        """Starts a request. `client`: the client's number in C++. The request ends after `limit_s`, but it may take
-        `connect_s` to connect, if that is longer. The caller must call `close`: Python would drop a KeyboardInterrupt
-        in `__del__`.
+        """Starts a request with the bytes `content`. `client`: number of the client in C++. The request ends after
+        `limit_s`, but may take `connect_s` to connect, if that is longer. The caller must call `close`: Python would
+        drop a KeyboardInterrupt in `__del__`.
         """
         self._library = library
         self._handle = library.ps_store_ask(client, content, len(content), limit_s, connect_s)
@@ -84,9 +85,7 @@ class Request:
             raise OSError(-self._handle, os.strerror(-self._handle))
 
     def close(self) -> None:
-        """Ends the request. Keeps the connection for reuse if a reply arrived, except after the request of
-        `ControlStore.hold`.
-        """
+        """Ends the request. If a reply arrived, keeps the connection for reuse, except after `ControlStore.hold`."""
         handle, self._handle = self._handle, 0
         if handle > 0:
             self._library.ps_store_end(handle)

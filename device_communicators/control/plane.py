@@ -76,7 +76,7 @@ def _leave_at_exit() -> None:
 
 
 def _leave_all() -> None:
-    """Tells peers that this process leaves, when the program ends. Does nothing after an uncaught exception, so that
+    """Tells peers at the program's end that this process leaves. After an uncaught exception does nothing, so that
     peers report a death.
     """
     raised = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -107,7 +107,7 @@ class Endpoint(NamedTuple):
         return cls(int(proc), str(host), int(port), str(token), int(board))
 
     def server(self) -> tuple[str, int, str]:
-        """Returns the process's numeric address, port and secret, or raises OSError."""
+        """Returns the process's numeric address, port and secret. Raises OSError if the host doesn't resolve."""
         return str(resolve(self.host, self.port)[0][4][0]), self.port, self.token
 
 
@@ -145,7 +145,7 @@ class World:
     def __init__(
         self, library: Any, address: str, *, limit_s: float, beat_s: float, port: int | None = None, token: str = ""
     ) -> None:
-        """Listens at `address` and serves a key-value store; see `ControlStore`.
+        """Listens at `address` for other ranks, and serves a key-value store for `ControlStore` clients.
 
         `port`: None for a free port, within PARALLEL_STATE_PORTS if set. `token`: secret that clients must have; random
         if empty. `limit_s`: time without messages after which a host counts as unreachable. `beat_s`: time between two
@@ -196,11 +196,12 @@ class World:
         on_question: Callable[[int, bytes], Answer] | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        """Joins the world, and returns without waiting for other members. Every member must pass the same `members`.
+        """Joins the world, and returns without waiting for other members. Every member must call this with the same
+        `members`.
 
-        `on_change` is called for each `Change` of a rank, including this rank. `on_question` answers questions of other
-        processes; it gets rank -1 if a process outside the world asks with the right token. `look`, the caller's
-        periodic check, is called every 0.4 s. One thread calls all callbacks, so they must be quick.
+        `on_change` is called for each `Change` of a rank, including this rank. `on_question` returns the reply to
+        another process's question; its rank is -1 if a process outside the world asks with the right token. `look`, the
+        caller's periodic check, is called every 0.4 s. One thread calls all callbacks, so they must be quick.
         """
         if self._procs:
             raise UsageError("World.meet was called twice; open another World to join another world")
@@ -236,8 +237,8 @@ class World:
     def start_thread(
         self, on_question: Callable[[int, bytes], Answer] | None = None, look: Callable[[], None] | None = None
     ) -> None:
-        """Starts the thread that runs callbacks, if it doesn't run yet. `on_question`, `look`: see `meet`; None keeps
-        the current one.
+        """Starts the thread that runs callbacks, if it doesn't run yet. `on_question`, `look`: callbacks as in `meet`;
+        None keeps the current one.
         """
         self._on_question, self._look = on_question or self._on_question, look or self._look
         if self._thread is not None:
@@ -256,12 +257,12 @@ class World:
         timeout_s: float,
         give_up: Callable[[], bool] = lambda: False,
     ) -> Verdict:
-        """Sends `value` and returns the decision: the values of all ranks, or why these ranks can't agree.
+        """Sends `value` to `ranks`, and returns the decision: the values of all ranks, or why these ranks can't agree.
 
         Each of `ranks` calls this with the same `purpose`, `attempt` and `ranks`. A repetition needs another `attempt`.
 
-        Returns at most 0.5 s after `give_up()` returns True. If the result is "undecided", other ranks can get another
-        result. Raises ControlError if this process leaves the world, and ConfigMismatchError for another protocol
+        Returns at most 0.5 s after `give_up()` returns True. If the decision is "undecided", other ranks can get
+        another one. Raises ControlError if this process leaves the world, and ConfigMismatchError for another protocol
         version.
         """
         ordered = sorted(set(ranks))
@@ -294,7 +295,7 @@ class World:
         return verdict._replace(values=[values[rank] for rank in ranks if values])
 
     def ask(self, ranks: Sequence[int], question: bytes, timeout_s: float) -> dict[int, bytes | None]:
-        """Sends `question` to `ranks` and returns the replies by rank. None: the rank's process runs, but its Python
+        """Sends `question` to `ranks` and returns the replies by rank, None if a rank's process runs but its Python
         code doesn't reply. Omits ranks whose process exits or doesn't run. If `question` is empty, a process replies
         without Python code.
         """
@@ -308,8 +309,8 @@ class World:
         return {rank: None if code else reply for rank, (code, reply) in results.items() if code in (0, errno.ETIME)}
 
     def end_waits_of(self, group: int, ranks: Sequence[int], domain: Sequence[int]) -> None:
-        """Makes the waits of the C++ group `group` end when a rank of `domain` dies. `ranks`: the group's global ranks,
-        in order.
+        """Makes waits in a C++ group end when a rank of `domain` dies. `group`: the C++ group's number. `ranks`: the
+        group's global ranks, in order.
         """
         lists = (ranks, sorted(domain))
         arguments = (each for ranks in lists for each in ((ctypes.c_int * len(ranks))(*ranks), len(ranks)))
@@ -366,10 +367,6 @@ class World:
     def _await_verdict(
         self, key: tuple[Any, ...], what: str, timeout_s: float, give_up: Callable[[], bool], cancel: Callable[[], Any]
     ) -> Verdict:
-        """Waits for an agreement's result in the calling thread, so that slow callbacks can't delay it. `key`:
-        identifies the agreement in C++. Calls `cancel`, which ends the agreement, once after `give_up()` returns True.
-        `what`: name for errors.
-        """
         buffer, until, is_cancelled = ctypes.create_string_buffer(1 << 12), time.monotonic() + timeout_s, False
         while True:
             size = self.library.ps_control_verdict(*key, _SLICE_S, buffer, len(buffer))
@@ -456,9 +453,6 @@ def describe(library: Any, record: bytes) -> str:
 
 
 def _filled(fill: Callable[[Any, int], int]) -> bytes:
-    """Returns the bytes that `fill(buffer, size)` writes. `fill` returns the needed size, and is called again if the
-    buffer was too small.
-    """
     needed, buffer = 1 << 17, ctypes.create_string_buffer(0)
     while needed > len(buffer):
         buffer = ctypes.create_string_buffer(needed)
@@ -467,7 +461,9 @@ def _filled(fill: Callable[[Any, int], int]) -> bytes:
 
 
 def find_endpoints() -> dict[int, list[Endpoint]]:
-    """Returns, by PID, the control planes of this PID namespace's processes whose open files this process can read."""
+    """Returns PID -> endpoints of its control planes, for processes in this PID namespace whose open files the caller
+    can read.
+    """
     found: dict[int, list[Endpoint]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = f"/proc/{pid}/fd"
@@ -499,7 +495,6 @@ def _words(text: bytes) -> str:
 
 
 def _pack(member: Member, addresses: dict[str, str]) -> bytes:
-    """Encodes a member for C++. `addresses` caches resolved host names."""
     proc, host, port, token, board = member.endpoint
     if host not in addresses:
         try:
@@ -518,8 +513,6 @@ def _pack(member: Member, addresses: dict[str, str]) -> bytes:
 
 
 class _Reader:
-    """Decodes what `put` in csrc/frame.h encodes."""
-
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
 

@@ -1,4 +1,4 @@
-"""A torch `Store` that sends requests to the store that a `control.plane.World` serves (csrc/store.h).
+"""A torch `Store` whose server is a `control.plane.World` in another process (csrc/store.h).
 
 Client and server prove to each other that they have the same secret token. Requests and replies have MACs, but aren't
 encrypted.
@@ -34,7 +34,7 @@ _PAUSE_S = 0.02
 
 
 class ControlStore(dist.Store):
-    """Client of a store that a `World` serves. Thread-safe; threads don't wait for each other.
+    """Client of a store that a control plane (`World`) serves. Thread-safe; threads don't wait for each other.
 
     Raises DistStoreError for invalid requests and for keys that aren't set in time, and DistNetworkError if the server
     can't be used. The `__cause__` of a DistNetworkError is a PermissionError for a wrong token, a ForeignServiceError
@@ -48,8 +48,8 @@ class ControlStore(dist.Store):
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Doesn't connect yet. `address` and `token`: of the server. `timeout_s`: of each request. `name`:
-        for errors.
+        """Doesn't connect yet. `address` and `token`: the server's address and secret. `timeout_s`: of each request.
+        `name`: the store's name in errors.
         """
         super().__init__()
         self.address = address
@@ -76,7 +76,9 @@ class ControlStore(dist.Store):
                 time.sleep(_PAUSE_S)
 
     def close(self) -> None:
-        """Closes the connections, which ends each `hold`. The next request connects again."""
+        """Closes the connections. This also ends `hold`: the server renames the held keys. The next request connects
+        again.
+        """
         for request in self._held:
             request.close()
         self._held.clear()
@@ -172,8 +174,8 @@ class ControlStore(dist.Store):
         return parts_of(text)
 
     def client(self, limit_s: float = CONNECT_S) -> int:
-        """Returns the number that identifies this client in C++ calls. Raises OSError if resolving the host's name
-        takes longer than `limit_s`, but at least 2 s.
+        """Returns the number that identifies this client in C++ calls. Resolves the host's name first; raises OSError
+        if that takes longer than `limit_s`, but at least 2 s.
         """
         if self._client == 0:
             numeric = self.address[0] if self._is_numeric else ",".join(self._look_up(max(limit_s, CONNECT_S)))

@@ -1,4 +1,5 @@
-"""The message queues of one group on one host: from each rank to each other rank, and from each rank to all others.
+"""The message queues in shared memory of one group on one host: from each rank to each other rank, and from each rank
+to all others.
 
 A queue's writer allocates the memory at first use. Each kind of message has its own queues.
 """
@@ -53,7 +54,7 @@ class QueueMemory:
         return address
 
     def commit(self, offset: int, size_bytes: int) -> None:
-        """Allocates memory. Raises OSError if /dev/shm is full: a later write could kill the process."""
+        """Allocates memory. Raises OSError if /dev/shm is full; without this, a later write could kill the process."""
         address = self.map(offset, size_bytes)
         if not self._library.ps_back(address, size_bytes, self.descriptor, self.data_offset + offset):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -91,7 +92,7 @@ def _control_bytes(readers: int) -> int:
 
 
 class Channels:
-    """This rank's ends of its group's message queues. Thread-safe."""
+    """This rank's queues to and from other ranks of its group. Thread-safe."""
 
     def __init__(
         self,
@@ -103,8 +104,8 @@ class Channels:
         yields: int,
         group: int = 0,
     ) -> None:
-        """Owns the C++ object at address `liveness`, which ends waits when a rank dies. `spin_ns`, `yields`: see
-        `wait_policy`.
+        """Owns the C++ object at address `liveness`, which ends waits when a rank dies. `spin_ns`, `yields`: how long
+        waits poll, from `wait_policy`.
         """
         self.members = members
         self._group = group
@@ -120,7 +121,7 @@ class Channels:
 
     @property
     def broadcasts(self) -> int:
-        """Number of messages broadcast so far, also by C++. Equal on all ranks."""
+        """Number of messages that the group's ranks have broadcast so far, also by C++. Equal on all ranks."""
         return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
@@ -132,7 +133,7 @@ class Channels:
         return self._waiting.spin_ns
 
     def open_transfers(self) -> int | None:
-        """Creates the C++ object that runs transfers. Returns its address, or None if there is no memory."""
+        """Creates the C++ object that runs sends and receives. Returns its address, or None if there is no memory."""
         memory, waiting, members = self.memory, self._waiting, self.members
         places = (
             memory.control_address, memory.windows or 0, memory.descriptor, memory.data_offset,
@@ -154,8 +155,8 @@ class Channels:
         return self._senders.get(key) or self._open(self._senders, key, Sender, place, key[0])
 
     def receiver(self, src: int, kind: int, *, broadcast: bool = False) -> Receiver:
-        """Returns the queue from `src` to this rank, or if `broadcast`, from `src` to all other ranks. `kind`: TENSORS
-        or MESSAGES.
+        """Returns the queue from rank `src` to this rank, or if `broadcast`, from rank `src` to all other ranks, for
+        reading. `kind`: TENSORS or MESSAGES.
         """
         key = (src, kind | KINDS if broadcast else kind)
         place = src, None if broadcast else self.members.rank, kind
@@ -206,7 +207,9 @@ class Channels:
         return index * SHAPE.data_bytes, self.memory.control_address + control, readers
 
     def written_rings(self) -> tuple[list[int], list[int]]:
-        """Returns the offsets of queues that this rank has written, and the ranks that have not read everything."""
+        """Returns the offsets of queues that this rank has written, and the ranks in the group that have not read all
+        messages.
+        """
         me, size = self.members.rank, len(self.members.ranks)
         ends: list[tuple[int | None, int]] = [(dst, kind) for dst in range(size) for kind in range(KINDS) if dst != me]
         offsets, unread = [], set[int]()
@@ -223,7 +226,7 @@ class Channels:
             raise self.members.destroyed()
 
     def close(self) -> bool:
-        """Frees the queues. If a thread still uses a queue, returns False and leaves the memory mapped."""
+        """Frees the queues. Returns False, and leaves the memory mapped, if a thread still uses a queue."""
         with self._lock:
             self._closed = True
             ends = [*self._senders.values(), *self._receivers.values()]

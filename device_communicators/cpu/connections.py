@@ -53,13 +53,15 @@ class Meeting(NamedTuple):
 
 
 class Connections:
-    """A rank's TCP connections, by peer rank. Both ranks of a pair list them in the same order."""
+    """A rank's TCP connections to peers: rank in the group -> connections, which both ranks of a pair list in the same
+    order.
+    """
 
     def __init__(
         self, sockets: Mapping[int, Sequence[socket.socket]], early_bytes: Mapping[int, int], granted_bytes: int
     ) -> None:
-        """`early_bytes`: how many bytes this rank may send to each peer before the peer's receive begins.
-        `granted_bytes`: how many each peer may send to this rank.
+        """`early_bytes`: peer -> bytes that this rank may send before the peer's receive begins. `granted_bytes`: how
+        many each peer may send to this rank.
         """
         self.sockets = dict(sockets)
         self.granted_bytes = granted_bytes
@@ -67,8 +69,8 @@ class Connections:
         self._unanswered: dict[socket.socket, float] = {}
 
     def silent_peers(self, limit_s: float) -> list[int]:
-        """Returns the peers whose hosts acknowledged nothing for `limit_s`. Silence is measured from call to call, so
-        call this several times within `limit_s`.
+        """Returns the peers (ranks in the group) whose hosts acknowledged nothing for `limit_s`. Silence is measured
+        from call to call, so call this several times within `limit_s`.
         """
         found, now = [], time.monotonic()
         for rank, connections in list(self.sockets.items()):
@@ -103,8 +105,9 @@ class Connections:
 
 
 def connect(meeting: Meeting, peers: Sequence[int], address: str | None = None) -> Connections:
-    """Connects this rank with `peers`. Every rank must call this, and each peer must list this rank. `address`: where
-    this rank listens; None for the addresses that gloo uses. If one rank can't listen, all raise CommunicationError.
+    """Connects this rank with `peers` (ranks in the group). Every rank must call this, and each peer must list this
+    rank. `address`: where this rank listens; None for the addresses that gloo uses. If one rank can't listen, all raise
+    CommunicationError.
     """
     started = time.monotonic()
     members, ranks, rank = meeting.members, meeting.members.ranks, meeting.members.rank
@@ -220,9 +223,6 @@ def _accept(
     made: dict[_Key, socket.socket],
     deadline: float,
 ) -> None:
-    """Accepts a connection for each of `keys` (peer's rank, connection's number) into `made`. Closes connections that
-    don't send `token`.
-    """
     unknown: dict[int, tuple[socket.socket, bytearray]] = {}
     poll = select.poll()
     open_for = {listener.fileno(): listener for listener in listeners}

@@ -1,4 +1,4 @@
-"""Checks by a first call that the compiled ops and the running torch read each other's tensors."""
+"""Checks at load time that the compiled ops and the running torch agree on the layout of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _WRAP = ("_Z16THPVariable_WrapRKN2at10TensorBaseE", "_Z16THPVariable_WrapN2at10T
 
 
 def check(library: Any) -> None:
-    """Makes a small tensor in C++, and reads it in Python and in C++. Raises BuildError if a result is wrong."""
+    """Makes a small tensor in the compiled `library`, and reads it in Python and in C++. Raises BuildError if a result
+    is wrong.
+    """
     import torch
 
     from device_communicators.calls.user_call import DTYPE_NUMBERS

@@ -46,7 +46,7 @@ _MOST_AREAS = 4  # a sum that passes more areas is slow
 
 
 def prepare() -> None:
-    """Does slow work (19 ms) for this process's first group in advance, so that other ranks don't wait for it later."""
+    """Does slow work (19 ms) that this process's first group needs, so that other ranks don't wait for it later."""
     cores.area_of(frozenset(cores.usable_cores()))
     with contextlib.suppress(native.NativeUnavailableError):
         native.load().ps_group_close(native.load().ps_group_new(None, 0, 0, 1, 0, 0, 0.0))
@@ -54,7 +54,7 @@ def prepare() -> None:
 
 class HostMemory:
     def __init__(self, members: Members, neighbours: Sequence[int] = ()) -> None:
-        """`neighbours`: core masks of all ranks on this host, if some are outside of the group."""
+        """`neighbours`: CPU core masks of all ranks on this host, if some ranks are outside of the group."""
         self.members = members
         self.cores: tuple[int, ...] = ()
         self.areas: tuple[cores.Area, ...] = ()
@@ -98,7 +98,8 @@ class HostMemory:
 
     @property
     def has_subtrees(self) -> bool:
-        """Returns True if sums in tree order (TREE_SUM) are possible: each memory domain computes a subtree.
+        """True if sums in tree order (TREE_SUM) are possible: each memory domain (ranks that share memory) computes a
+        subtree.
 
         They need at most 64 domains, each with as many consecutive ranks as the first.
         """
