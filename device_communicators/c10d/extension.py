@@ -115,7 +115,7 @@ def try_load_store() -> Any:
 
 def for_torch(store: Any) -> Any:
     """Returns a C++ client for the server of `store`. Returns `store` itself if it isn't a ControlStore or the compiled
-    module is missing. The caller must keep the result alive, because torch keeps no reference to Python stores.
+    module is missing. The caller must keep a Python store alive, because torch doesn't.
     """
     module = try_load_store() if isinstance(store, ControlStore) else None
     if module is None:
