@@ -252,7 +252,11 @@ FAULTS = [
         _simulated("new_lead", 16, 2, 300), "know", id="the heartbeat limit restarts with a new lead",
     ),
     pytest.param(
-        "core.cpp", "? std::min(now_, watch.dial_at - unheard()) : now_", "? now_ : now_", _simulated("new_lead", 16, 2, 300), "know",
+        "core.cpp",
+        "? std::min(now_, watch.dial_at - unheard()) : now_",
+        "? now_ : now_",
+        _simulated("new_lead", 16, 2, 300),
+        "know",
         id="the heartbeat limit restarts with a new lead until a silence is published",
     ),
     pytest.param(
