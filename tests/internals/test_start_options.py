@@ -34,7 +34,7 @@ def test_a_high_priority_stream_of_the_default_group(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(startup, "check_backend", lambda _: None)
     monkeypatch.setattr(startup, "device_of", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(startup, "meet", lambda *_, **__: met_alone())
-    monkeypatch.setattr(startup.reachability, "prove", lambda *_: None)
+    monkeypatch.setattr(startup.reachability, "check_all_hosts", lambda *_: None)
     monkeypatch.setattr(startup, "prepare", lambda *_: None)
     with no_launcher(), pytest.raises(Asked):
         ps.init_distributed_environment(
