@@ -546,7 +546,7 @@ def _default_group_that_fails(of_torch: int) -> list[Outcome]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if other:
-                patch.setattr(startup.reachability, "prove", _no_descriptor)
+                patch.setattr(startup.reachability, "check_all_hosts", _no_descriptor)
             else:
                 patch.setattr(dist.distributed_c10d, "ProcessGroupGloo", _no_descriptor)
             told = [attempt(ps.init_distributed_environment, timeout=5)]

@@ -35,7 +35,7 @@ STARTS: dict[str, Place] = {
 }
 STAGES: dict[str, Place] = {
     "meeting": (_Meeting, "_judge"),
-    "reachability": (reachability, "prove"),
+    "reachability": (reachability, "check_all_hosts"),
     "default group": (world, "_init_process_group"),
     "shared memory": (HostMemory, "attach"),
     "first call": (state, "verify_group"),
