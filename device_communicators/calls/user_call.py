@@ -105,15 +105,6 @@ class UserCall(NamedTuple):
         return _words(self)
 
     @property
-    def kind(self) -> str:
-        number = METHODS.get(self.method, 0)
-        return _CLASSES[number // _VARIANTS][0] if number else self.method
-
-    @property
-    def compared(self) -> tuple[object, ...]:
-        return self.kind, str(self.dtype), self.reduce_op, self.dim, self.root, self.sizes, self.shape
-
-    @property
     def digest(self) -> int:
         """Returns a hash of `shape` and `sizes`. C++ computes the same hash (`digest_of_shape` in csrc/call.h)."""
         digest = 0
