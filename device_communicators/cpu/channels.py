@@ -109,7 +109,7 @@ class Channels:
         """
         self.members = members
         self._group = group
-        self._broadcasts = c_uint64(0)
+        self._broadcasts = c_uint64(0)  # messages that the group's ranks have broadcast so far, also by C++
         self._library = library
         self.memory = memory
         self._lock = threading.RLock()
@@ -118,11 +118,6 @@ class Channels:
         self._receivers: dict[tuple[int, int], Receiver] = {}
         self._waiting = Waiting(liveness, spin_ns, yields)
         self.transfers = Transfers(library, members, self.open_transfers(), group, SHAPE.data_bytes)
-
-    @property
-    def broadcasts(self) -> int:
-        """Number of messages that the group's ranks have broadcast so far, also by C++. Equal on all ranks."""
-        return self._broadcasts.value
 
     def begin_broadcast(self) -> int:
         self._broadcasts.value += 1
