@@ -83,7 +83,9 @@ _WAITING_DICT = "compiled code waits for its transfers; use send_tensor_dict and
 
 
 class _Renamed:
-    """An attribute that is a global rank in vLLM. Reading or assigning it raises RenamedError with its new names."""
+    """An attribute that is a global rank in vLLM. Reading or assigning the attribute raises RenamedError with the new
+    names.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -176,8 +178,8 @@ class GroupCoordinator:
     ) -> GroupCoordinator:
         """Returns a coordinator over an existing torch ProcessGroup of any backend.
 
-        Every rank of the group must call it, and no other rank. A rank of several process groups wraps them in the same
-        order as the other ranks.
+        Every rank of the group must call this, and no other rank. A rank of several process groups wraps them in the
+        same order as the other ranks.
 
         - `process_group`: the caller still owns it and `cpu_group`, and destroys both after `destroy()`.
         - `cpu_group`: a gloo group of the same ranks. Default: `process_group` if that is gloo, else a new group.
@@ -190,7 +192,7 @@ class GroupCoordinator:
         Some calls run on `process_group`. If the program also calls `process_group` itself, all ranks must make both
         kinds of calls in the same order. Raises GroupNotInitializedError before init_process_group,
         InvalidArgumentError for a wrong argument or on a rank outside the group, RendezvousError if a rank of the group
-        doesn't call it in time.
+        doesn't call this in time.
         """
         outer_of = None if within is None else within._as_outer
         return creation.wrap(
@@ -319,7 +321,7 @@ class GroupCoordinator:
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """Creates a group of `ranks`, which are ranks *in this group*; returns None on the other ranks.
 
-        Every rank of this group calls it with the same distinct ranks in ascending order. The new group has its own
+        Every rank of this group must pass the same distinct ranks, in ascending order. The new group has its own
         process groups: one thread may use it while another thread uses this group. A sub-group of the world fails only
         if one of its own ranks dies. A sub-group of a parallel group fails if that group fails. `name` begins
         `unique_name`. Raises InvalidArgumentError, or ConfigMismatchError if arguments differ.
@@ -370,10 +372,10 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def suspend(self) -> int:
-        """Frees memory of this rank until `resume`. Every rank calls it. Returns the number of freed bytes.
+        """Frees memory of this rank until `resume`. Every rank must call this. Returns the number of freed bytes.
 
-        On a CPU it frees slots and message queues in shared memory, and memory of deleted tensors that was kept for
-        reuse. On a GPU it frees NCCL's buffers, which aren't counted. Until `resume`, calls raise UsageError.
+        On a CPU, this frees slots and message queues in shared memory, and memory of deleted tensors that was kept for
+        reuse. On a GPU, this frees NCCL's buffers, which aren't counted. Until `resume`, calls raise UsageError.
 
         Raises UsageError on all ranks if a rank has a running call, a started call without a wait, or sent a message
         that wasn't received. Raises UnsupportedError with NCCL before 2.29.7.
@@ -384,7 +386,7 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def resume(self) -> None:
-        """Allocates the memory that `suspend` freed, and allows calls again. Every rank calls it.
+        """Allocates the memory that `suspend` freed, and allows calls again. Every rank must call this.
 
         Raises UsageError on all ranks if a rank finds too little memory. The ranks can then call `resume` again.
         """
@@ -412,14 +414,12 @@ class GroupCoordinator:
 
     @host_call(OUTSIDE)
     def traffic(self) -> dict[str, Traffic]:
-        """Returns, for each operation, the number of this rank's calls so far, and the bytes of tensors passed to or
-        returned by them.
-        """
+        """Returns, for each operation, the number of this rank's calls so far and the bytes of their tensors."""
         return self.route.traffic()
 
     @host_call(OUTSIDE)
     def destroy(self) -> None:
-        """Destroys the group on this rank. Every rank of the group calls it; repeated calls do nothing."""
+        """Destroys the group on this rank. Every rank of the group must call this. Idempotent."""
         if self._destroyed:
             return
         if self.route.is_parents:
@@ -621,8 +621,8 @@ class GroupCoordinator:
         """Returns on rank r the r-th slice, along `dim`, of the `x` of group rank `src`: `[…, world_size · d, …]` to
         `[…, d, …]`.
 
-        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; without them
-        the call can't be compiled. The result is on the group's device. No gradient.
+        Only `src` passes `x`. Either every rank passes the slice's `size` and `dtype`, or no rank does; without these
+        arguments the call can't be compiled. The result is on the group's device. No gradient.
         """
         if size is not None and not is_dynamo_compiling():
             given = x if type(src) is int and self.rank_in_group == src else None
@@ -711,7 +711,7 @@ class GroupCoordinator:
         return x.narrow(dim, self.rank_in_group * size, size)
 
     def barrier(self) -> None:
-        """Returns once every rank of the group has called it."""
+        """Returns once every rank of the group has called this."""
         if not is_dynamo_compiling() and DIRECT.barrier(self._token, self._key) is None:
             return
         tensors.barrier(self.route, self._token)
@@ -735,7 +735,7 @@ class GroupCoordinator:
         """Creates a `Window`: on every rank a CPU tensor of shape `size`, filled with zeros, that the other ranks can
         write.
 
-        Every rank of the group must call it; sizes and dtypes may differ. Raises UnsupportedError if the compiled
+        Every rank of the group must call this; sizes and dtypes may differ. Raises UnsupportedError if the compiled
         library is missing, or on all ranks if one rank's PARALLEL_STATE_SYMMETRIC_BYTES are used up.
         """
         from device_communicators.cpu.window import Window, group_of_one
@@ -868,8 +868,8 @@ class GroupCoordinator:
         """Does all_reduce_add_rms_norm, whose result is `(norm, y)`, and quantizes each row of `norm` by its own scale.
 
         Returns `(norm / scales, scales, y)`. `scales`: float32 `[…, 1]`, for each row `max(|norm|) / 448`, but at least
-        1 / (448 · 512). A row with a NaN becomes NaN. In a row with an infinity, the scale is infinite, that value
-        becomes NaN and the others 0. Raises InvalidArgumentError if an input requires a gradient.
+        1 / (448 · 512). A row with a NaN becomes NaN. In a row with an infinity, the scale is infinite, the infinite
+        elements become NaN and the others 0. Raises InvalidArgumentError if an input requires a gradient.
         """
         name = "all_reduce_add_rms_norm_dynamic_per_token_fp8_quant"
         return tensors.all_reduce_add_norm(self.route, self._token, name, x, residual, weight, eps)

@@ -197,7 +197,7 @@ class ParallelGroups:
 
     @host_call(OUTSIDE)
     def close(self) -> None:
-        """Destroys the groups, but not the world. Every rank calls it. Repeated calls do nothing."""
+        """Destroys the groups, but not the world. Every rank must call this. Idempotent."""
         if self.is_view:
             return
         self.meshes.clear()
@@ -258,7 +258,7 @@ def create_parallel_groups(
 ) -> ParallelGroups:
     """Creates the groups of a layout over the ranks of `world`; leaves the process-wide groups unchanged.
 
-    Every rank of `world` must call it with the same arguments. Most arguments are those of initialize_model_parallel.
+    Every rank of `world` must call this with the same arguments. Most arguments are those of initialize_model_parallel.
     `custom_all_reduce=False` forbids this library's kernels in the tensor-parallel group. `ranks_per_node` determines
     which data-parallel ranks share a node. Only deaths in `world` fail these groups.
 
@@ -338,8 +338,8 @@ def create_fsdp_groups(groups: ParallelGroups, intra_node_size: int | None = Non
     """Creates groups like `groups`, but data-parallel ranks shard the weights: fairseq2's create_fsdp_gangs.
 
     Without `intra_node_size`, `sdp` is `dp`. With `intra_node_size` (hybrid sharding), each `sdp` has that many
-    neighbouring ranks of `dp`, and `rdp` has the ranks with equal shards. Every rank of the world must call it with the
-    same arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
+    neighbouring ranks of `dp`, and `rdp` has the ranks with equal shards. Every rank of the world must call this with
+    the same arguments and close both objects. Raises LayoutError if `intra_node_size` is below 2 or doesn't divide dp.
     """
     if groups.divide is None:
         raise GroupNotInitializedError(

@@ -108,7 +108,7 @@ def place_of(world_size: int, rank: int, local_rank: int, init_method: str) -> P
 
 
 def join_default_group(world_size: int, rank: int, local_rank: int, backend: str | None) -> JoinedWorld:
-    """Joins the world of torch's default group. Every rank of that group must call it.
+    """Joins the world of torch's default group. Every rank of that group must call this.
 
     Raises ConfigMismatchError if the group differs from an argument that isn't -1 or None.
     """

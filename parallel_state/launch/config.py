@@ -26,7 +26,7 @@ class LaunchConfig:
     sizes: Mapping[str, int | None] = field(default_factory=dict)  # of other axes: {"cp": 2}
     order: str = DEFAULT_ORDER  # of the axes, fastest first
     backend: str | None = None  # of all axes
-    axis_backends: Mapping[str, str] = field(default_factory=dict)
+    axis_backends: Mapping[str, str] = field(default_factory=dict)  # of single axes: {"cp": "gloo"}
     start_method: Literal["forkserver", "spawn"] = "forkserver"
     timeout: float | None = None  # seconds for the whole launch; None: no limit
     bind: Literal["cores"] | None = None  # binds each rank to its share of this process' cores
