@@ -80,7 +80,7 @@ class Reader:
     def take_head(self, header: Header, body: bytes | memoryview, tensor_bytes: int | None = None) -> list[Tensor]:
         """Decodes a message's header and body. Returns the tensors into which the caller must receive.
 
-        `tensor_bytes`: the total size of the message's CPU tensors, if known.
+        `tensor_bytes`: the size of the CPU tensors that have arrived, if known.
         """
         owner, src, context = self._owner, self.src, self._owner.route.context
         if header.is_error:

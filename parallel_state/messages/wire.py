@@ -63,8 +63,8 @@ NOTHING = object()
 
 
 class AllGatherGroup(Protocol):
-    """A group whose ranks all receive the same tensors: each rank receives one slice of a tensor, and `all_gather`
-    exchanges the slices.
+    """A group whose ranks all hold, or all receive, the same tensors. Each rank sends or receives one slice of a
+    tensor, and the receivers exchange the slices by `all_gather`.
     """
 
     world_size: int
