@@ -236,7 +236,8 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Creates and returns the group of all ranks over torch.distributed's default group. Every rank must call this.
 
-    `ranks`: all global ranks: 0, 1, … `pool`: creates process groups; default: a new pool.
+    `ranks`: all global ranks: 0, 1, … `pool`: creates process groups; default: a new pool. `allow_pickle`,
+    `high_priority_stream`: as in init_distributed_environment.
     """
     global _WORLD
     from parallel_state.groups import world as world_module
@@ -597,7 +598,7 @@ def try_get_dp_group() -> GroupCoordinator | None:
 
 
 def get_parallel_groups() -> ParallelGroups:
-    """Returns the set of groups that `ParallelGroups.use()` made current, else the process-wide set."""
+    """Returns the set of groups that `ParallelGroups.use()` made current, else that of initialize_model_parallel."""
     groups = try_get_current_groups() or _GROUPS
     if groups is None:
         raise GroupNotInitializedError("there are no parallel groups; call initialize_model_parallel() first")

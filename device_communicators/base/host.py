@@ -49,7 +49,7 @@ def process_domain() -> str:
 
 
 def start_time(pid: int) -> str:
-    """Returns when the process started, in clock ticks since boot. This detects a reused PID."""
+    """Returns when the process started, in clock ticks since boot. Distinguishes processes that had the same PID."""
     return _stat(pid, 19)
 
 

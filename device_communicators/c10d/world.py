@@ -87,7 +87,7 @@ class World:
 
     def meet(self, store: BoundedStore, members: Members, problem: str) -> str:
         """Connects the ranks to the control plane. Each rank of the world's first group calls this. Returns why all
-        groups must use gloo, or "". `problem`: why this rank must, or "".
+        groups must use gloo, or "". `problem`: this rank's reason, or "".
         """
         ranks = members.ranks
         rank, limit_s = ranks[members.rank], members.timeout_s

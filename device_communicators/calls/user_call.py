@@ -190,8 +190,8 @@ def message_call(method: str, src: int) -> UserCall:
 
 
 def in_words(word: int, packed_shape: int, parts: Sequence[int] = ()) -> str:
-    """Describes a call as text for errors. `word`, `packed_shape`: those of its `UserCall`. `parts`: size of each
-    rank's part in bytes, or empty.
+    """Describes a call as text for errors. `word`, `packed_shape`: fields of the call's `UserCall`. `parts`: size of
+    each rank's part in bytes, or empty.
     """
     method = _NAMES.get(word & 255, "?")
     reduction, dim, root = (word >> 16 & 255) - 1, (word >> 24 & 255) - 1, (word >> 32 & 255) - 1
@@ -341,7 +341,7 @@ def began_s() -> float:
 
 
 def transfer(method: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Decorates a function so that its errors name `method` as the failed call. Also applies `timed`."""
+    """Decorates a function: its errors name `method` as the failed call, and count `elapsed_s` from its start."""
 
     def named(call: Callable[_P, _T]) -> Callable[_P, _T]:
         call = timed(call)

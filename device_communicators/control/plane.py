@@ -326,7 +326,7 @@ class World:
 
     def record(self) -> bytes:
         """Returns the last events that this control plane recorded (32 to 64 KiB, encoded for `describe`), or b"" if
-        there was no memory for them. They can contain secret tokens that were passed to `agree`.
+        there was no memory for them. The events can contain secret tokens that were passed to `agree`.
         """
         return _filled(lambda buffer, size: self.library.ps_control_record(self._handle, buffer, size))
 

@@ -48,8 +48,8 @@ class ControlStore(dist.Store):
     def __init__(
         self, library: Any, address: tuple[str, int], token: str, timeout_s: float, name: str = "the store"
     ) -> None:
-        """Doesn't connect yet. `address` and `token`: the server's address and secret. `timeout_s`: of each request.
-        `name`: the store's name in errors.
+        """Connects at the first request. `address` and `token`: the server's address and secret. `timeout_s`: of each
+        request. `name`: the store's name in errors.
         """
         super().__init__()
         self.address = address

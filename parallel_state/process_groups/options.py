@@ -77,7 +77,7 @@ class GroupOptions:
 
     @property
     def nccl_config(self) -> dict[str, int]:
-        """Returns the set NCCL options, by their field names in NCCL's ncclConfig_t."""
+        """Returns the NCCL options that are set, by field names of NCCL's ncclConfig_t."""
         chosen = {"cgaClusterSize": self.cga_cluster_size, "minCTAs": self.min_ctas, "maxCTAs": self.max_ctas}
         return {name: value for name, value in chosen.items() if value is not None}
 

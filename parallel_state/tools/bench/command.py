@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Shown:
-    """Prints the rows and rewrites the JSON file after each operation, so that an interrupted run keeps its results."""
+    """Prints measured rows and rewrites the JSON file after each operation: an interrupted run keeps its results."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
