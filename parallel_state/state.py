@@ -1,6 +1,6 @@
 """The process-wide groups, and the functions that create, return and destroy them. Only this file uses `global`.
 
-Getters raise GroupNotInitializedError before the init; those named `try_` return None.
+Getters raise GroupNotInitializedError before the init; those whose name begins with `try_` return None.
 """
 
 from __future__ import annotations

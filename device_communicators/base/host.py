@@ -1,4 +1,4 @@
-"""Identifies this host and its processes, and finds its addresses. Unknown values are empty or 0."""
+"""Identifies this host and processes, and finds the host's addresses. Unknown values are empty or 0."""
 
 from __future__ import annotations
 
