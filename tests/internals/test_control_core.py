@@ -240,7 +240,7 @@ FAULTS = [
     ),
     pytest.param(
         "core.cpp", "owes_farewell() || owes_verdict()", "owes_farewell()",
-        [("simulator", ("--ranks", 5, "--fault", "depart", "--seeds", 1000))], "two verdicts",
+        [("simulator", ("--ranks", 16, "--fault", "depart", "--seeds", 300))], "two verdicts",
         id="a decider leaves before its verdict arrived",
     ),
     pytest.param(
