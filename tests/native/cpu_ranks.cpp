@@ -826,8 +826,8 @@ Python fake_python() {
   static const char* const names[] = {"uint8", nullptr, "bfloat16"};
   Python python{};
   python.type_of = [](void* object) { return const_cast<void*>(fake(object)->type); };
-  python.hold = [](void* object) { held.insert(object); };
-  python.let_go = let_go;
+  calling.hold = [](void* object) { held.insert(object); };
+  calling.let_go = let_go;
   python.list_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size()); };
   python.list_item = [](void* object, std::ptrdiff_t at) -> void* { return fake(object)->items[at]; };
   python.dict_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->items.size() / 2); };
@@ -846,8 +846,8 @@ Python fake_python() {
     return fake(object)->number;
   };
   python.number = [](void* object) { return static_cast<double>(fake(object)->number); };
-  python.bytes_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->bytes.size()); };
-  python.bytes = [](void* object) -> const char* { return fake(object)->bytes.data(); };
+  calling.bytes_size = [](void* object) { return static_cast<std::ptrdiff_t>(fake(object)->bytes.size()); };
+  calling.as_bytes = [](void* object) -> const char* { return fake(object)->bytes.data(); };
   python.forget_error = [] {};
   python.list = kTypes + kList, python.dict = kTypes + kDict;
   python.leaves = leaves, python.leaf_count = 6, python.others = others, python.other_count = 1;
@@ -873,8 +873,8 @@ Python fake_python() {
   python.dtype_bytes = sizes;
   python.none_object = &none, python.true_object = &yes, python.false_object = &no;
   python.make_text = [](const char* text, std::ptrdiff_t size, const char*) { return made(kStr, {text, text + size}); };
-  python.make_bytes = [](const char* data, std::ptrdiff_t size) { return made(kBytes, {data, data + size}); };
-  python.make_integer = [](long long) { return made(kInt); };
+  calling.make_bytes = [](const char* data, std::ptrdiff_t size) { return made(kBytes, {data, data + size}); };
+  calling.make_integer = [](long long) { return made(kInt); };
   python.make_unsigned = [](unsigned long long) { return made(kInt); };
   python.make_number = [](double) { return made(kFloat); };
   python.make_list = [](std::ptrdiff_t size) {
@@ -1043,7 +1043,7 @@ void packed_objects() {
     if (draw(5) == 0) continue;
     void* kept[128] = {};
     const int count = ps_packed(pieces, 200, counts, kept), heads = counts[0];
-    for (int each = 0; each < counts[1]; ++each) python.let_go(kept[each]);
+    for (int each = 0; each < counts[1]; ++each) let_go(kept[each]);
     CHECK(held.empty());
     CHECK(count >= heads && heads >= 2 && pieces[0].bytes >= 37);
     std::size_t head_bytes = 0;
