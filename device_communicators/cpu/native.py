@@ -44,7 +44,7 @@ from device_communicators.cpu.native_build import BuildError, BuildStoppedError,
 
 logger = logging.getLogger("parallel_state")
 
-_VERSION = 24
+_VERSION = 25
 _PACKAGED = Path(__file__).parent
 _CALL = (c_uint64, c_uint64, c_uint64)
 _QUEUE = (c_void_p, c_void_p, c_uint64, c_uint64, c_int, POINTER(c_int))

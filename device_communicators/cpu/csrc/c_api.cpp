@@ -55,7 +55,7 @@ std::int64_t* show(const Shown& shown, std::int64_t* out) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-int ps_version() { return 24; }
+int ps_version() { return 25; }
 
 const char* ps_instruction_set() { return instruction_set(); }
 
