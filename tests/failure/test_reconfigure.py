@@ -309,7 +309,7 @@ def check_kills(pool: Any, folder: Path, size: int, rounds: int, timeout_s: floa
     for one in itertools.chain.from_iterable(found):
         assert one.error == PeerDiedError.__name__ and one.victim in one.suspects, one
     errors, first = latest_by_round(found, "error_s"), latest_by_round(found, "right_s")
-    assert median(errors) < 1.0 and median(first) < 1.0, (seed, errors, first)
+    assert max(errors) < 1.0 and median(first) < 1.0, (seed, errors, first)
 
 
 def test_killed_ranks_are_replaced(tmp_path: Path) -> None:
