@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -144,14 +145,18 @@ class Ranks {
     return locked([this](Group& group, double timeout_s) { return all_reduce(group, timeout_s); });
   }
 
+  Told told() const { return told_of(Method::kAllReduceInPlace, sizes_, kDtype, static_cast<int>(ReduceOp::kSum)); }
+
   bool carry() {
     const auto call = [this](Group& group, double timeout_s) { return all_reduce(group, timeout_s); };
     const std::size_t bytes = in_.size() * sizeof(float);
-    return served_->carry(Counted::kAllReduceInPlace, kDtype, sizes_, 1, bytes, call) == Status::kDone;
+    return served_->carry(Counted::kAllReduceInPlace, told(), kDtype, sizes_.data(), sizes_.size(), bytes, call) ==
+           Status::kDone;
   }
 
   bool record() {
-    Record& record = served_->begin(Counted::kAllReduceInPlace, kDtype, sizes_, 1);
+    Record& record = served_->begin(Counted::kAllReduceInPlace, told());
+    record.describe(kDtype, sizes_.data(), sizes_.size());
     record.ended_s.store(coarse_now_s(), std::memory_order_relaxed);
     served_->count(Counted::kAllReduceInPlace, in_.size() * sizeof(float));
     return true;
@@ -205,7 +210,7 @@ class Ranks {
   int rank_;
   int size_;
   std::vector<float> in_, out_;
-  std::int64_t sizes_[1];
+  std::array<std::int64_t, 1> sizes_;
   std::mutex turn_;
   Member members_[64];
   ReportedEnds ends_;
