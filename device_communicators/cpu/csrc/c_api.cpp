@@ -361,6 +361,14 @@ int ps_all_to_all(std::uint64_t group, std::uint64_t word, std::uint64_t shape, 
   return with(group, word, shape, &Group::all_to_all, out, in, out_bytes, in_bytes);
 }
 
+int ps_all_reduce_add_rms_norm(std::uint64_t group, std::uint64_t word, std::uint64_t shape, void* out,
+                               void* residual_out, const void* in, const void* residual, const void* weight,
+                               std::size_t rows, std::size_t hidden, float eps, int dtype) {
+  const AddRmsNorm norm{out, residual_out, in, residual, weight, rows, hidden, eps, static_cast<Dtype>(dtype)};
+  return with(group, word, shape,
+              [&norm](Group& self, double timeout_s) { return self.all_reduce_add_rms_norm(norm, timeout_s); });
+}
+
 int ps_reduce(const char* instruction_set, void* const* outs, int out_count, const void* const* sources,
               int source_count, std::size_t count, int dtype, int op) {
   const auto reduce =
