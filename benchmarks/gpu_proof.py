@@ -119,12 +119,13 @@ SECOND = (
         *_of("failures", f"{_ENDS}[eager]"),
         *_of("nccl", "a_window_of_one_rank"),
     )),
-    Step("host", 60, "collectives.py",
-         ["--device", "cuda", "--modes", "eager", "graph", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
-         ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES], environment=SHARED, under_mps=True, shown=2500),
-    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
     Step("tune", 60, "", [*_TUNE, "--rounds", "10", "--proof-calls", "20000", "--sizes", "8192", "65536", "1048576"],
          environment=SHARED, under_mps=True),
+    Step("host", 60, "collectives.py",
+         ["--device", "cuda", "--modes", "eager", "graph", "--rounds", "3", "--case-s", "3", *_COLLECTIVES],
+         ["--loops", "tight", "--no-peers", *_FEW, *_COLLECTIVES],
+         environment={**SHARED, "PARALLEL_STATE_PEER_MEMORY_TABLE": "OUT/tune.json"}, under_mps=True, shown=2500),
+    Step("memcheck", 100, tests=_of("sanitizer", "a_kernel_alone[memcheck-2]")),
     Step("mps", 70, tests=_of("peer_memory", f"{_BITS}[2]", f"{_GRAPH}[2]"), under_mps=True),
     Step("demo", 60, tests=_of("programs", "the_demo[--cuda-graph]")),
     Step("command", 40, "", ["-m", "parallel_state", "check", "--quick"], ["-m", "parallel_state", "check", "--quick"]),
@@ -249,8 +250,9 @@ class Proof:
             file.write(f"=== {' '.join(command[1:])}\n".encode())
             file.flush()
             begin = file.tell()
+            given = {name: value.replace("OUT", str(self.out)) for name, value in step.environment.items()}
             process = subprocess.Popen(
-                command, cwd=ROOT, env={**self._variables, **step.environment, TOKEN: token}, stdin=subprocess.DEVNULL,
+                command, cwd=ROOT, env={**self._variables, **given, TOKEN: token}, stdin=subprocess.DEVNULL,
                 stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
             try:

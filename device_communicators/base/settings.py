@@ -172,7 +172,7 @@ SHARE_GPUS: Setting[bool] = Setting(
 PEER_MEMORY: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY", "auto", _auto_on_off, "auto, on or off",
     "Whether small CUDA tensors within a host use this library's kernels, in memory that all ranks map. auto: if "
-    "measurements of this kind of machine exist.",
+    "measurements of this kind of machine exist. on: needs measurements of this kind of GPU.",
 )  # fmt: skip
 PEER_MEMORY_ALGORITHM: Setting[str] = Setting(
     "PARALLEL_STATE_PEER_MEMORY_ALGORITHM", "auto", _one_of("auto", "push", "pull", "two_shot"),

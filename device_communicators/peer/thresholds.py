@@ -64,7 +64,6 @@ class Thresholds(Conditions):
     """Largest output of one rank, in bytes."""
     reduce_scatter_push: Count
     fused: Count
-    measured: bool
     source: str
     proven_calls: Count = 0
     own_nccl: bool = False
@@ -76,8 +75,8 @@ class Thresholds(Conditions):
         return max(getattr(self, name) for name in ALGORITHMS)
 
     def __str__(self) -> str:
-        bounds = ", ".join(f"{name} to {_text(getattr(self, name))}" for name in ALGORITHMS if getattr(self, name))
-        return f"{bounds or 'nothing'} ({'measured' if self.measured else 'cited, not measured here'})"
+        bounds = (f"{name} to {_text(getattr(self, name))}" for name in ALGORITHMS if getattr(self, name))
+        return ", ".join(bounds) or "nothing"
 
 
 @dataclass(frozen=True)
@@ -121,24 +120,6 @@ def load(path: Path | None = None) -> Table:
     return Table(file.rows, path, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-_CITED = ((2, 2 << 20, 2 << 20), (4, 512 << 10, 2 << 20), (6, 256 << 10, 512 << 10), (8, 256 << 10, 256 << 10))
-"""Maximum number of ranks, and limits of pull and two_shot in bytes."""
-
-
-def cited(arch: str, world_size: int) -> Thresholds | None:
-    """Returns thresholds of MSCCL++ (algorithm_selector.cpp) and vLLM (custom_all_reduce.cuh), or None above 8 ranks.
-    The field `fused` is our guess.
-    """
-    for ranks, pull, two_shot in _CITED:
-        if world_size <= ranks:
-            return Thresholds(
-                arch, world_size, push=16 << 10, pull=pull, two_shot=two_shot, all_gather=pull, reduce_scatter=pull,
-                all_gather_push=16 << 10, reduce_scatter_push=16 << 10, fused=min(pull, 1 << 20), measured=False,
-                source="vLLM and MSCCL++",
-            )  # fmt: skip
-    return None
-
-
 def user_path() -> Path:
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.join(os.path.expanduser("~"), ".config")
     return Path(base) / "parallel_state" / "measured.json"
@@ -177,7 +158,7 @@ def covering(rows: Sequence[Thresholds], conditions: Conditions) -> Thresholds |
 
 
 def _counts(row: Thresholds) -> bool:
-    return row.measured and row.one_gpu_each and row.proven_calls > 0
+    return row.one_gpu_each and row.proven_calls > 0
 
 
 def _has(row: Thresholds, facts: dict[str, Any]) -> bool:
@@ -242,7 +223,7 @@ def agree(
     context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None, *, is_auto: bool = False
 ) -> Admission:
     """Decides which algorithm and sizes all ranks of the group use; every rank must call this. Uses `thresholds` if
-    passed, else those of the table for this GPU. If `is_auto`, only measured thresholds count.
+    passed, else those of the table for this GPU. If `is_auto`, the row's conditions must be those of the group.
     """
     tables: list[Table] = []
     facts = run_on_all_ranks(context, "peer memory", lambda: _facts(device, tables, is_auto))
@@ -250,10 +231,10 @@ def agree(
     if difference is not None:
         raise NotSharedError(difference)
     arch = facts[0]["GPU architecture"]
-    thresholds = thresholds or tables[0].find(arch, context.size) or cited(arch, context.size)
+    thresholds = thresholds or tables[0].find(arch, context.size)
     if thresholds is None:
         raise NotSharedError(
-            f"the tensor sizes for which each kernel is the fastest were not measured for {context.size} ranks: {HOW}"
+            f"{tables[0].path} has no row for {context.size} ranks with GPUs of architecture {arch}: {HOW}"
         )
     topology = device.topology(context)
     problem = _problem(topology, context.size)

@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pynvml
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from device_communicators.peer.kernels import KernelError
 from tests import workers
 from tests.extent import LONG
 from tests.gpu import report
-from tests.gpu.ranks import DRY, GpuRanks
+from tests.gpu.ranks import DRY, GpuRanks, capability
 from tests.helpers import nccl_stand_in
 
 
@@ -70,16 +69,7 @@ def _compiled() -> None:
         native.load()
     if not DRY:
         with contextlib.suppress(KernelError):
-            peer_kernels.cubin(_architecture())
-
-
-def _architecture() -> str:
-    """The first GPU's, as `sm_90`. NVML needs no CUDA context, which would use GPU memory."""
-    pynvml.nvmlInit()
-    try:
-        return "sm_{}{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
-    finally:
-        pynvml.nvmlShutdown()
+            peer_kernels.cubin(f"sm_{capability().replace('.', '')}")
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 
@@ -38,6 +39,15 @@ LIMIT_S = "GPU_TESTS_LIMIT_S"
 """The variable for the most seconds of a test's body, so that one hang doesn't use up the time of all."""
 
 DRY_NCCL = Row("nccl", "tests.helpers.nccl_stand_in", "StandInNccl")
+
+
+def capability() -> str:
+    """The first GPU's, such as `9.0`. NVML needs no CUDA context, which would use GPU memory."""
+    pynvml.nvmlInit()
+    try:
+        return "{}.{}".format(*pynvml.nvmlDeviceGetCudaComputeCapability(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def needs_a_gpu(what: str) -> None:

@@ -27,9 +27,20 @@ from device_communicators.peer.kernels import KernelError
 from parallel_state.tools.bench.devices import captured
 from tests.contract.carriers import twin_of
 from tests.contract.cases import Form, bytes_of, joined, real_numbers, reduced, sliced, small_numbers
-from tests.gpu.ranks import DRY, DRY_NCCL, GpuRanks, device, needs_a_gpu, on_gpu, serve_traced, synchronize, world
+from tests.gpu.ranks import (
+    DRY,
+    DRY_NCCL,
+    GpuRanks,
+    capability,
+    device,
+    needs_a_gpu,
+    on_gpu,
+    serve_traced,
+    synchronize,
+    world,
+)
 from tests.helpers import cuda_on_cpu, peer_stand_in
-from tests.helpers.peers import ALGORITHMS, WAYS, peers_of, row_over, share_by
+from tests.helpers.peers import ALGORITHMS, TABLE, WAYS, peers_of, row_over, share_by, write_table
 
 Gpus = Callable[[int], GpuRanks]
 WORLDS = (2, 4) if DRY else (2, 4, 8)
@@ -49,10 +60,11 @@ def few(calls: int, size: int) -> int:
 
 
 class PeerRanks(GpuRanks):
+    table = ""
     dry: dict[str, str] | None = None
 
     def _environment(self, rank: int) -> dict[str, str]:
-        return {**super()._environment(rank), **SETTINGS, **(self.dry or {})}
+        return {**super()._environment(rank), **SETTINGS, TABLE: self.table, **(self.dry or {})}
 
     def _target(self, rank: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
         return (serve_traced, ()) if self.dry is None else (serve_dry, ())
@@ -81,6 +93,7 @@ def new_peers(
             peer_kernels.nvrtc_version()
         except KernelError as error:
             pytest.skip(str(error))
+    PeerRanks.table = write_table(tmp_path_factory.mktemp("table"), "9.0" if DRY else capability())
     return PeerRanks
 
 

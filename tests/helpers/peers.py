@@ -1,16 +1,29 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from device_communicators import Row
 from device_communicators.peer.communicator import PeerMemoryCommunicator
 from device_communicators.peer.device import PeerDevice
 from device_communicators.peer.memory import IpcSharing, SharingMethod, SymmetricSharing
-from device_communicators.peer.thresholds import ALGORITHMS
+from device_communicators.peer.thresholds import ALGORITHMS, Thresholds, dump
 from parallel_state import GroupCoordinator
 
-__all__ = ["ALGORITHMS", "WAYS", "peers_of", "row_over", "share_by"]
+__all__ = ["ALGORITHMS", "TABLE", "WAYS", "peers_of", "row_over", "share_by", "write_table"]
 WAYS: dict[str, SharingMethod] = {"symmetric": SymmetricSharing, "ipc": IpcSharing}
+
+TABLE = "PARALLEL_STATE_PEER_MEMORY_TABLE"
+
+
+def write_table(folder: Path, arch: str) -> str:
+    """Writes sizes with which tests of up to 8 ranks call every kernel. Returns the file's path."""
+    path = folder / "rows.json"
+    gathers = dict.fromkeys(("all_gather", "reduce_scatter"), 512 << 10)
+    pushes = dict.fromkeys(("push", "all_gather_push", "reduce_scatter_push"), 16 << 10)
+    sizes = {**gathers, **pushes, "pull": 64 << 10, "two_shot": 2 << 20, "fused": 512 << 10}
+    dump([Thresholds(arch, 8, **sizes, source="a test")], path, "a test")
+    return str(path)
 
 
 def peers_of(group: GroupCoordinator) -> PeerMemoryCommunicator:

@@ -21,7 +21,7 @@ VERSIONS = {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0"}
 HERE = Conditions("9.0", 8, True, "NV18", **VERSIONS)
 BOUNDS = ("push", "pull", "two_shot", "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 ROW = Thresholds(
-    "9.0", 8, **dict.fromkeys(BOUNDS, 1024), measured=True, source="a test",
+    "9.0", 8, **dict.fromkeys(BOUNDS, 1024), source="a test",
     one_gpu_each=True, link="NV18", proven_calls=100_000, own_nccl=True, **VERSIONS,
 )  # fmt: skip
 CONTEXT = GroupContext("tp:0", tuple(range(8)), 0, torch.device("cuda", 0), Timeout(5.0))
@@ -58,16 +58,15 @@ def test_any_other_condition_is_not(other: dict[str, Any]) -> None:
     assert covering([dataclasses.replace(ROW, **other)], HERE) is None
 
 
-@pytest.mark.parametrize("lacking", [{"measured": False}, {"proven_calls": 0}], ids=str)
-def test_a_row_that_is_cited_or_unproven_never_counts(lacking: dict[str, Any]) -> None:
-    assert covering([dataclasses.replace(ROW, **lacking)], HERE) is None
+def test_an_unproven_row_never_counts() -> None:
+    assert covering([dataclasses.replace(ROW, proven_calls=0)], HERE) is None
 
 
 def test_a_row_of_shared_gpus_is_evidence_and_never_used_by_auto(user: Path) -> None:
     shared = dataclasses.replace(ROW, one_gpu_each=False, link="none")
     assert covering([shared], dataclasses.replace(HERE, one_gpu_each=False, link="none")) is None
     peer_thresholds.dump([shared], user, "a test")
-    assert not any(row.measured for row in peer_thresholds.load().rows)
+    assert peer_thresholds.load().rows == ()
 
 
 def test_kinds_of_links() -> None:

@@ -57,7 +57,7 @@ BOUNDS = {
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Env:
     folder = tmp_path_factory.mktemp("peers")
-    row = Thresholds(arch="9.0", world_size=8, measured=True, source="a test", **BOUNDS)
+    row = Thresholds(arch="9.0", world_size=8, source="a test", **BOUNDS)
     peer_thresholds.dump([row], folder.parent / f"{folder.name}.json", "a test")
     return {
         peer_stand_in.FOLDER: str(folder),
@@ -624,7 +624,7 @@ def _closed_body(env: Env) -> None:
     group, _ = _group(env)
     communicator = group.route.communicators[0]
     assert isinstance(communicator, StandInPeerMemory)
-    assert "cited" not in str(communicator) and "measured" in str(communicator)
+    assert "push to 256 B, pull to 1 KiB, two_shot to 4 KiB" in str(communicator)
     listeners = len(group.context.watcher.on_death) if group.context.watcher else 0
     group.route.close()
     if group.context.watcher is not None:
@@ -672,7 +672,7 @@ def test_auto_takes_what_was_measured_under_the_same_conditions(
 ) -> None:
     told = {"world_size": 2, "one_gpu_each": True, "link": "NV?", "proven_calls": 100_000}
     told |= {"driver": "580.1", "nccl": "2.28.9", "torch": "2.11.0", **row}
-    measured = Thresholds(arch="9.0", measured=True, source="a test", **BOUNDS, **told)
+    measured = Thresholds(arch="9.0", source="a test", **BOUNDS, **told)
     peer_thresholds.dump([measured], tmp_path / "rows.json", "a test")
     for is_on, explained in pools(2).run(_auto_body, env, str(tmp_path / "rows.json"), changes, tp=2):
         assert is_on == (reason is None), explained
@@ -681,8 +681,7 @@ def test_auto_takes_what_was_measured_under_the_same_conditions(
 
 def test_a_table_that_cant_be_read_says_so(tmp_path: Path) -> None:
     written = tmp_path / "good.json"
-    row = peer_thresholds.cited("9.0", 2)
-    assert row is not None
+    row = Thresholds(arch="9.0", world_size=2, source="a test", **BOUNDS)
     peer_thresholds.dump([row], written, "a test")
     assert peer_thresholds.load(written).rows == (row,)
     good = json.loads(written.read_text())
@@ -708,26 +707,15 @@ def _untuned_body(env: Env) -> tuple[list[str], str]:
     return names, text
 
 
-def test_on_without_a_row_for_the_architecture_has_the_cited_bounds(pools: Pools, env: Env) -> None:
+def test_on_without_a_row_for_the_architecture_names_the_command(pools: Pools, env: Env) -> None:
     for names, text in pools(4).run(_untuned_body, env, tp=4):
-        assert names == ["peer_memory", CATALOG[-1].name]
-        assert "push to 16 KiB, pull to 512 KiB, two_shot to 2 MiB (cited, not measured here)" in text
-
-
-def test_the_cited_bounds_are_for_all_numbers_of_ranks_and_never_count_for_auto() -> None:
-    for world_size in range(2, 9):
-        row = peer_thresholds.cited("9.0", world_size)
-        assert row is not None and not row.measured
-        assert 0 < row.push <= row.pull <= row.two_shot
-        assert [row.algorithm(size) for size in (1, row.push, row.push + 1)] == ["push", "push", "pull"]
-        assert row.algorithm(row.two_shot + 1) is None
-        conditions = peer_thresholds.Conditions("9.0", world_size, True, "NV18", "580.1", "2.28.9", "2.11.0")
-        assert peer_thresholds.covering([row], conditions) is None
-    assert peer_thresholds.cited("9.0", 9) is None
+        assert names == [CATALOG[-1].name]
+        assert f"{env[TABLE]} has no row for 4 ranks with GPUs of architecture 12.0" in text
+        assert "`python -m parallel_state tune` measures this machine" in text
 
 
 def test_a_row_serves_fewer_ranks_too() -> None:
-    rows = [Thresholds(arch="9.0", world_size=size, measured=True, source="a test", **BOUNDS) for size in (4, 8)]
+    rows = [Thresholds(arch="9.0", world_size=size, source="a test", **BOUNDS) for size in (4, 8)]
     table = peer_thresholds.Table(tuple(rows), Path("a test"), "")
     assert [table.find("9.0", size) for size in (3, 4, 5)] == [rows[0], rows[0], rows[1]]
     assert table.find("9.0", 9) is None and table.find("1.0", 2) is None

@@ -19,6 +19,7 @@ from tests.contract.attempts import environment
 from tests.contract.carriers import Carrier, Member, Size, _call, twin_of
 from tests.helpers import cuda_on_cpu, peer_stand_in
 from tests.helpers.peer_stand_in import StandInPeerMemory
+from tests.helpers.peers import TABLE, write_table
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -79,7 +80,11 @@ def run_on_rank(settings: dict[str, str], body: Callable[..., Any], args: tuple[
 @pytest.fixture(scope="session")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("peers")
-    return {peer_stand_in.FOLDER: str(folder), peer_stand_in.LIBRARY: str(cuda_on_cpu.build())}
+    return {
+        peer_stand_in.FOLDER: str(folder),
+        peer_stand_in.LIBRARY: str(cuda_on_cpu.build()),
+        TABLE: write_table(tmp_path_factory.mktemp("table"), "9.0"),
+    }
 
 
 @pytest.fixture(scope="module", params=[Size(3, 3), Size(4, 2)], ids=str)

@@ -66,7 +66,7 @@ def _tuned(env: dict[str, str], spoil: Spoil) -> tuple[Thresholds | str, list[An
 def _tuned_body(env: dict[str, str]) -> Any:
     row, times = _tuned(env, lambda peers, proving: None)
     assert isinstance(row, Thresholds), row
-    return (row.world_size, row.arch, row.measured, row.proven_calls, row.one_gpu_each), [
+    return (row.world_size, row.arch, row.proven_calls, row.one_gpu_each), [
         (operation, sorted(us)) for operation, us in times
     ], [getattr(row, name) for name in (*ALGORITHMS, "fused", "all_gather", "reduce_scatter")]  # fmt: skip
 
@@ -74,7 +74,7 @@ def _tuned_body(env: dict[str, str]) -> Any:
 def test_every_candidate_is_measured_and_the_choice_is_proven(pools: Pools, env: dict[str, str]) -> None:
     one, other = pools(2).run(_tuned_body, env, tp=2)
     assert one == other, "the ranks chose alike"
-    assert one[0] == (2, "9.0", True, 60, False)
+    assert one[0] == (2, "9.0", 60, False)
     assert one[1] == [(operation, sorted(ORDERS[operation])) for operation in ORDERS for _ in PLAN.sizes]
 
 

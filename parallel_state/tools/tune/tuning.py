@@ -48,7 +48,7 @@ HIDDEN = 4096
 """Largest row length for which the norm is measured."""
 _BOUNDS = (*ALGORITHMS, "all_gather", "all_gather_push", "reduce_scatter", "reduce_scatter_push", "fused")
 _MOST: dict[str, Any] = dict.fromkeys(_BOUNDS, 1 << 40)
-UNBOUNDED = Thresholds("any", 8, **_MOST, measured=False, source="for measurements only")
+UNBOUNDED = Thresholds("any", 8, **_MOST, source="for measurements only")
 Times = Mapping[int, Mapping[str, float]]
 
 
@@ -263,7 +263,6 @@ def choose(times: Mapping[str, Times], conditions: peer_thresholds.Conditions, s
         reduce_scatter=max(scatter.values()) // ranks,
         reduce_scatter_push=scatter["push"] // ranks,
         fused=bounds[FUSED]["fused"],
-        measured=True,
         source=source,
         own_nccl=bool(ratios) and sum(ratios) < 0,
     )
