@@ -15,7 +15,7 @@ from pathlib import Path
 
 from device_communicators.peer import kernels as peer_kernels
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90")
 
 _KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)'.*?"

@@ -27,7 +27,7 @@ from tests.helpers import compiled
 from tests.programs import Program
 from tests.references import NVRTC_OF_CUDA_12, NVRTC_OF_TORCH, Reference
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90")
 DEADLINE_S = 300
 
 
