@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
     elif name in getters.__all__:
         globals()[name] = getattr(getters, name)
     else:
-        getters.raise_missing(name)
+        getters.raise_missing(name, __getattr__("__all__"))
     return globals()[name]
 
 

@@ -84,12 +84,12 @@ def getter_stub() -> str:
         lines += [f"{mark}def {name}{each}: ...\n" for each in overloads]
     return (
         "# Written by `make stubs` from the axis table.\n"
-        "from collections.abc import Callable\nfrom typing import Any, Literal, NoReturn, overload\n\n"
+        "from collections.abc import Callable, Sequence\nfrom typing import Any, Literal, NoReturn, overload\n\n"
         "from parallel_state.groups.coordinator import GroupCoordinator\n\n"
         f"__all__ = [\n{names}]\n\n"
         "FACTS: dict[str, tuple[str, Callable[[str], Any], str]]\nLONG_NAMES: dict[str, tuple[str, ...]]\n\n"
         f"{''.join(lines)}"
-        "def raise_missing(name: str) -> NoReturn: ...\n"
+        "def raise_missing(name: str, known: Sequence[str]) -> NoReturn: ...\n"
     )
 
 

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -88,8 +88,8 @@ def _all_getters() -> dict[str, tuple[str, Callable[..., Any]]]:
     return made
 
 
-def raise_missing(name: str) -> NoReturn:
-    """Raises the error for a name that the package doesn't have.
+def raise_missing(name: str, known: Sequence[str]) -> NoReturn:
+    """Raises the error for a name that isn't among the package's `known` names.
 
     During `from parallel_state import …` this is an ImportError, because Python then drops an AttributeError's text.
     """
@@ -104,7 +104,6 @@ def raise_missing(name: str) -> NoReturn:
     problem = "module 'parallel_state' has no attribute"
     if like := get_close_matches(name, [each for each in dir(GroupCoordinator) if each[0] != "_"], 1, 0.85):
         raise AttributeError(f"{problem} {name!r}; call a group's method: get_tp_group().{like[0]}(…)", name=name)
-    known = sys.modules["parallel_state"].__all__
     raise AttributeError(no_such_name(problem, name, known), name=name)
 
 

@@ -35,6 +35,7 @@ _NAMES = {
     ),
 }
 globals().update(collect(_NAMES))
+lookup.variables = globals()
 _set_global_memory_buffer = buffers.set_global_memory_buffer
 _set_global_symmetric_memory_buffer = buffers.set_global_symmetric_memory_buffer
 

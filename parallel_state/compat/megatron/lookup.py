@@ -6,7 +6,6 @@ the program assigned to Megatron's module variable is used instead.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -46,17 +45,19 @@ VARIABLES = {
     "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp",
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp",
 }
+variables: dict[str, Any] = {}
+"""The names of `parallel_state.compat.megatron`, where programs assign Megatron's variables."""
 _VARIABLE_OF = {kind: name for name, kind in reversed(VARIABLES.items())}
 """Kind of group -> Megatron's variable."""
 
 
 def _assigned(kind: str) -> Any:
-    return vars(sys.modules[__package__]).get(_VARIABLE_OF.get(kind, ""))
+    return variables.get(_VARIABLE_OF.get(kind, ""))
 
 
 def forget() -> None:
     for name in VARIABLES:
-        vars(sys.modules[__package__]).pop(name, None)
+        variables.pop(name, None)
     for kept in (CHOSEN, HIERARCHICAL, HYBRID, BUFFERS, OPTIONS):
         kept.clear()
 
