@@ -66,8 +66,8 @@ from parallel_state.messages import calls as messages
 from parallel_state.messages import tensor_dicts as by_spec
 from parallel_state.messages.buffers import Buffers, checked_buffers
 from parallel_state.messages.messenger import Messenger, NoReceive, NoSend, ReceiveHandle, SendHandle
+from parallel_state.messages.slices import AllGatherGroup
 from parallel_state.messages.tensor_dicts import TensorDictSpec
-from parallel_state.messages.wire import AllGatherGroup
 from parallel_state.process_groups.agreement import Request, digest
 from parallel_state.process_groups.options import GroupOptions, seconds
 from parallel_state.process_groups.pool import Acquired, ProcessGroupPool

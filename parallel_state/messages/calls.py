@@ -13,8 +13,8 @@ from device_communicators.routing.communicator import GroupContext
 from parallel_state.collectives import checks
 from parallel_state.collectives.calls import is_single_rank
 from parallel_state.messages.messenger import Messenger
+from parallel_state.messages.slices import AllGatherGroup
 from parallel_state.messages.tensor_dicts import TensorDictSpec
-from parallel_state.messages.wire import AllGatherGroup
 
 
 def broadcast_object_list(messenger: Messenger, obj_list: list[Any], src: int) -> list[Any]:

@@ -32,12 +32,12 @@ from device_communicators.routing.waits import waiting_for
 from parallel_state.messages import wire
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.reader import BODY, BROADCAST, SENT, Reader, RouteMedium, counted_name
+from parallel_state.messages.slices import Cut
 from parallel_state.messages.wire import (
     DONE,
     FRAME_BYTES,
     NO_ROOM,
     STARTED,
-    Cut,
     Outgoing,
     split_by_device,
 )

@@ -33,7 +33,8 @@ from parallel_state.messages import wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.reader import ListReader, Reader, RouteMedium, allocate
-from parallel_state.messages.wire import FRAME_BYTES, AllGatherGroup, Header, Outgoing, split_by_device
+from parallel_state.messages.slices import WHOLE, AllGatherGroup, cut_of
+from parallel_state.messages.wire import FRAME_BYTES, Header, Outgoing, split_by_device
 
 _GATHERED = "all_gather_message"
 _MAX_UNWAITED_SENDS = 256
@@ -95,7 +96,7 @@ class Messenger:
         if self._unwaited:
             self._forget_sent()
         if must_be is None or type(obj) is must_be:
-            cut = wire.WHOLE if group is None else wire.cut_of(group, all_gather_tensors)
+            cut = WHOLE if group is None else cut_of(group, all_gather_tensors)
             posted = self.medium.post(obj, dst, None, cut, waits)
             if posted is True:
                 return None
@@ -218,7 +219,7 @@ class Messenger:
                 return self._receive(reader, call)
             with self.route.alone(call):
                 return self._receive(reader, call)
-        posted = (must_be is None or type(obj) is must_be) and self.medium.post(obj, src, call, wire.WHOLE)
+        posted = (must_be is None or type(obj) is must_be) and self.medium.post(obj, src, call, WHOLE)
         if posted is True:
             return obj
         with self.route.alone(call):

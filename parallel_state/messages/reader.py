@@ -27,7 +27,8 @@ from parallel_state.messages import buffers, wire
 from parallel_state.messages.buffers import Buffers
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec.types import TensorMetadata
-from parallel_state.messages.wire import FRAME_BYTES, NOTHING, AllGatherGroup, Cut, Header, Outgoing
+from parallel_state.messages.slices import AllGatherGroup, Cut
+from parallel_state.messages.wire import FRAME_BYTES, NOTHING, Header, Outgoing
 
 
 class Owner(Protocol):

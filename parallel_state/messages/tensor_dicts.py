@@ -28,14 +28,13 @@ from parallel_state.collectives.calls import is_single_rank
 from parallel_state.messages.buffers import Buffers, misfit, note_writes, refused
 from parallel_state.messages.codec.types import TensorMetadata
 from parallel_state.messages.messenger import Messenger
+from parallel_state.messages.slices import AllGatherGroup, can_be_cut
 from parallel_state.messages.wire import (
     CPU,
     DONE,
     LEFT,
     LENT_BYTES,
     POOLED_BYTES,
-    AllGatherGroup,
-    can_be_cut,
     device_for,
     digest_of,
     head_of_sizes,

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from device_communicators.routing.communicator import GroupContext
 from parallel_state.messages.codec import coding as codec
 from parallel_state.messages.codec import values as codec_values
 from parallel_state.messages.codec.types import MAX_TENSOR_BYTES, UnfitError, dense_tensor
+from parallel_state.messages.slices import AllGatherGroup, Cut, can_be_cut, cut_of, cut_tensors
 
 FRAME_BYTES = 4096
 _HEADER = struct.Struct("<4sBxHIIQQ")  # magic, kind, slices, tensors, unused, body bytes, tensor bytes
@@ -62,17 +63,6 @@ NO_BYTES = torch.empty(0, dtype=torch.uint8, device=CPU)
 NOTHING = object()
 
 
-class AllGatherGroup(Protocol):
-    """A group whose ranks all hold, or all receive, the same tensors. Each rank sends or receives one slice of a
-    tensor, and the receivers exchange the slices by `all_gather`.
-    """
-
-    world_size: int
-    rank_in_group: int
-
-    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor: ...
-
-
 class Header(NamedTuple):
     kind: int
     slices: int
@@ -89,19 +79,6 @@ class Header(NamedTuple):
     @property
     def rest_bytes(self) -> int:
         return max(0, self.body_bytes - _INLINE_BYTES)
-
-
-class Cut(NamedTuple):
-    """The part of each tensor that a rank sends: slice number `mine` of `slices`. If `slices` is 0, or the tensor's key
-    is in `whole`, the rank sends the whole tensor. Corresponds to `Cut` in csrc/pack.h.
-    """
-
-    slices: int = 0
-    mine: int = 0
-    whole: dict[str, None] | None = None
-
-
-WHOLE = Cut()
 
 
 @dataclass(slots=True)
@@ -172,33 +149,18 @@ def encode(
             can_be_cut(tensor.numel(), slices) and id(original) not in whole
             for tensor, original in zip(tensors, encoded.tensors, strict=True)
         ]
-        tensors = _cut(tensors, cut, slices, part.mine)
+        tensors = cut_tensors(tensors, cut, slices, part.mine)
     header = Header(_VALUE, slices, len(tensors), len(encoded.metadata) + len(cut), tensor_bytes)
     return Outgoing(head_of(header, encoded.metadata, bytes(cut)), tensors)
-
-
-def cut_of(group: AllGatherGroup | None, all_gather_tensors: Mapping[str, bool] | None) -> Cut:
-    if group is None:
-        return WHOLE
-    whole = {key: None for key, gather in (all_gather_tensors or {}).items() if not gather}
-    return Cut(group.world_size, group.rank_in_group, whole or None)
 
 
 def of_packed(packed: Packed, cut: Cut) -> Outgoing:
     tensors = [x.detach() if x.requires_grad else x for x in packed.tensors]
     if any(packed.is_cut):
-        tensors = _cut(tensors, packed.is_cut, cut.slices, cut.mine)
+        tensors = cut_tensors(tensors, packed.is_cut, cut.slices, cut.mine)
     if packed.more.nbytes > _LONG_BYTES:
         return Outgoing(packed.start, tensors, more=packed.more)
     return Outgoing(b"".join((packed.start, *packed.more.views())), tensors)
-
-
-def _cut(tensors: Sequence[Tensor], cut: Sequence[object], slices: int, mine: int) -> list[Tensor]:
-    return [x.detach().view(slices, -1)[mine] if is_cut else x for x, is_cut in zip(tensors, cut, strict=True)]
-
-
-def can_be_cut(numel: int, slices: int) -> bool:
-    return slices > 1 and numel > 0 and numel % slices == 0
 
 
 def parse_frame(frame: Tensor, context: GroupContext, src: int) -> Header:
