@@ -124,10 +124,10 @@ tests, which must detect failures in time.
 
 LINT = Lane("lint", (), niceness=3, command=("make", "--no-print-directory", "lint"))
 COMPUTING = _files(
-    "tests/unit", "test_bounded_store", "test_docs", "test_engine_layouts", "test_faces",
+    "tests/unit", "test_docs", "test_engine_layouts", "test_faces",
 ) + _files(
-    INTERNALS, "test_codec", "test_codec_hostile", "test_matcher", "test_plan", "test_plan_picture",
-    "test_wire",
+    INTERNALS, "test_bounded_store", "test_codec", "test_codec_hostile", "test_matcher", "test_plan",
+    "test_plan_picture", "test_wire",
 )  # fmt: skip
 UNITS = present("tests/unit", INTERNALS)
 WITHOUT_TORCH = ("layout",)
