@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,14 @@ def test_tests_under_mps_have_a_daemon_of_their_own(
     pid, told = said.read_text().split("\n", 1)
     assert told == "quit -t 2\n"
     assert has_ended(int(pid))
+
+
+def test_a_step_finds_the_files_of_earlier_ones(folder: Path) -> None:
+    table = step(folder, "table", "import os\nprint(open(os.environ['TABLE']).read())")
+    (folder / "out").mkdir()
+    (folder / "out" / "tune.json").write_text("rows")
+    assert call(folder, replace(table, environment={"TABLE": "OUT/tune.json"})) == ["passed"]
+    assert "rows" in log_of(folder, "table")
 
 
 def test_what_failed_comes_first() -> None:
