@@ -116,12 +116,12 @@ class HostMemory:
         address: str | None = None,
         limit_s: float = float("inf"),
     ) -> None:
-        """Maps memory for the ranks that can share it, and connects the others by TCP. All ranks must call this.
+        """Maps memory shared by ranks of one host, and connects other ranks by TCP. All ranks must call this.
 
-        Fails at the earliest of the group's timeout, the start-up timeout and `limit_s`, or if a rank of `watched`
-        (default: the group's ranks) exits. `watcher`: its control plane exchanges the ranks' data; without one, the
-        gloo group `cpu_group` does. `purpose`: name of this call, equal on all ranks. `address`: see `connect`. Raises
-        errors of `Watcher.gather` and `connect`, and ConfigMismatchError if ranks' settings differ.
+        `watcher`: its control plane exchanges the ranks' data; without one, the gloo group `cpu_group` does. `purpose`:
+        name of this call, equal on all ranks. `address`: this host's, for TCP. Fails at the earliest of the group's
+        timeout, the start-up timeout and `limit_s`, or if one of the global ranks `watched` (default: the group's)
+        exits. Raises errors of `Watcher.gather` and `connect`, and ConfigMismatchError if ranks' settings differ.
         """
         if self.attached:
             return
@@ -279,10 +279,10 @@ class HostMemory:
         return f"sent a message that global ranks {found} have not received" if unread else ""
 
     def suspend(self) -> None:
-        """Frees the memory of collective buffers, message queues and unused tensors. No call may be running on any
+        """Frees this rank's memory for collectives, message queues and unused tensors. No call may be running on any
         rank.
 
-        Does nothing on kernels before 5.14, which can't allocate the memory again.
+        Does nothing on Linux before 5.14, which can't allocate the memory again.
         """
         if self.collectives is not None and native.load().ps_has_populate():
             native.load().ps_group_arena(self.collectives.number, True)
@@ -291,7 +291,9 @@ class HostMemory:
             self._is_suspended = True
 
     def resume(self) -> str:
-        """Allocates the memory that `suspend` freed. Returns a text about missing memory, or an empty string."""
+        """Allocates the memory that `suspend` freed. Returns how much memory the host lacks, as text, or an empty
+        string.
+        """
         if self.collectives is None or not native.load().ps_has_populate():
             return ""
         missing = sum(size for address, size in self._parts() if not native.load().ps_back(address, size, -1, 0))
@@ -314,7 +316,7 @@ class HostMemory:
         return [self._slots, *((memory.map(each, SHAPE.data_bytes), SHAPE.data_bytes) for each in rings)]
 
     def close(self) -> None:
-        """Frees the memory once no call uses it."""
+        """Frees this rank's memory once no call uses it."""
         self.problem = "the group was closed"
         channels, self.channels = self.channels, None
         self.streams = None
@@ -378,8 +380,8 @@ def mapped_bytes(library: NativeLibrary, size: int) -> int:
 
 
 def back_slots(library: NativeLibrary, segment: Segment, address: int, rank: int, size: int) -> None:
-    """Allocates this rank's buffers in `segment`, mapped at `address`, on this rank's NUMA node. `size`: number of
-    ranks. Rank 0 also allocates the memory that belongs to no rank. Small pages are allocated at first use.
+    """Allocates rank `rank`'s buffers in `segment`, mapped at `address`, on the rank's NUMA node. `size`: number of
+    ranks that share the segment. Rank 0 also allocates the memory that belongs to no rank.
     """
     start, end = (library.ps_slots_offset(size, each) for each in (rank, rank + 1))
     if rank == 0:
@@ -522,8 +524,8 @@ class _Meeting:
                 memory.descriptor = own.descriptor
 
     def agree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Returns the ranks of each host, and of each memory domain. Ranks form a domain only if each can open the
-        memory of all the others. Any other rank is a domain of its own.
+        """Returns the ranks of each host, and of each memory domain: ranks that can all open each other's memory. Any
+        other rank is a domain of its own. All ranks must call this.
         """
         first, sharing = self.local_ranks[0], self._sharing
         facts = self._exchange("hosts", {"first": first, "sharing": sharing, "apart": self.apart})
@@ -559,8 +561,8 @@ def _first_reason(facts: Sequence[dict[str, Any]], key: str) -> str | None:
 
 
 def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int]:
-    """Returns for how many ns a waiting rank polls, and how often it then yields its core. `group`, `everyone`: core
-    masks of the group's ranks, and of all ranks on the host.
+    """Returns for how many ns a waiting rank polls, and how many times it then yields its core. `group`, `everyone`:
+    masks of the CPU cores that each rank of the group, and each rank on the host, may use.
 
     With more ranks than cores, ranks yield: polling would delay the awaited rank.
     """
@@ -573,7 +575,7 @@ def wait_policy(group: Sequence[int], everyone: Sequence[int]) -> tuple[int, int
 
 
 def message_wait_policy(spin_ns: int, yields: int) -> tuple[int, int]:
-    """Converts `wait_policy`'s result for receivers of messages. They poll longer, because a sleeping receiver gets a
-    message 50 us later.
+    """Converts `wait_policy`'s result for receivers of messages. A receiver polls longer, because after a sleep it
+    would get a message 50 us later.
     """
     return (spin_ns if yields or settings.SPIN_US.get() is not None else _MESSAGE_SPIN_NS), yields

@@ -1,7 +1,7 @@
 """Sends and receives messages between ranks of one host, through queues in shared memory (csrc/queue.h).
 
-A signal handler that interrupts a send or receive can send. A call that would wait for the interrupted thread raises
-UsageError.
+A signal handler that interrupts a send or receive can itself send. Its call raises UsageError if it would wait for the
+interrupted thread.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class Waiting(NamedTuple):
 
 
 def pieces_of(tensors: Sequence[Tensor], more_head: bytes | Pinned = b"") -> tuple[bytes | None, int]:
-    """Returns the addresses and sizes of a message's parts, packed for C++ (None if there are none), and their number.
+    """Returns the addresses and sizes of a message's parts, packed for C++ (None without parts), and the number of
+    parts.
 
-    `more_head`: the message's head without its first bytes, in one or more parts. Each non-empty tensor is one part.
+    `more_head`: the message's header without its first bytes, in one or more parts. Each non-empty tensor is one part.
     """
     flat: list[int] = []
     if isinstance(more_head, Pinned):
@@ -111,7 +112,8 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error of a failed call. Later calls of this queue raise the same error."""
+        """Returns the error of a failed call, which later calls on this queue raise again. `status`: a `QueueStatus`.
+        """
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -144,25 +146,26 @@ class _End:
             raise self.failed(self._report[_BROKEN], operation, time.monotonic())
 
     def reserve(self, calls: int) -> None:
-        """Adds `calls` to the number of receives pending in Python. While there are any, C++ leaves the next message to
-        Python.
+        """Adds `calls`, perhaps negative, to the number of receives pending in Python. While any are pending, C++
+        leaves the next message to Python.
         """
         self._library.ps_queue_reserve(self._report, calls)
 
     @property
     def is_held_here(self) -> bool:
-        """True in a signal handler that interrupted its own thread's send or receive on this queue."""
+        """True in a signal handler that interrupted this thread's send or receive on this queue."""
         return bool(self.lock._is_owned()) or self._report[_HOLDER] == threading.get_ident()
 
     def leave(self) -> None:
-        """Makes this process's calls of the queue fail. Call `close` afterwards."""
+        """Makes this process's calls on the queue fail. Call `close` afterwards."""
         if not self.closed:
             self.closed = True
             self._report[_BROKEN] = QueueStatus.PEER_DIED
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Frees this end. Returns False if a thread is still in a call; the memory must then stay mapped."""
+        """Frees this end of the queue. Returns False if a thread is still in a call; the memory must then stay mapped.
+        """
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):
@@ -228,7 +231,7 @@ class Sender(_End):
         self._writer = 0  # the thread that writes a message without the lock
 
     def send(self, message: Message, operation: str = "send") -> None:
-        """Sends `message`. Returns once the program may change its tensors."""
+        """Sends `message`. Returns once the program may change the message's tensors."""
         writer = 0
         try:
             with self.lock:
@@ -256,7 +259,7 @@ class Sender(_End):
         work.wait()
 
     def check_writer(self, operation: str) -> None:
-        """Raises UsageError in a signal handler that would wait for its own thread's send."""
+        """Raises UsageError in a signal handler that would wait for the send that it interrupted."""
         if self._writer == threading.get_ident():
             raise handler_error(operation, str(self.members), "send")
 
@@ -265,7 +268,7 @@ class Sender(_End):
         return all(written - each < self._place.shape.chunks for each in read)
 
     def isend(self, message: Message) -> Work:
-        """Starts to send `message`. If the message doesn't fit into the queue, a thread sends the rest."""
+        """Starts to send `message` and returns. If the message doesn't fit into the queue, a thread sends the rest."""
         writer, work = 0, None
         try:
             with self.lock:
@@ -354,7 +357,7 @@ class Head(NamedTuple):
 
 
 class Receiver(_End):
-    """A queue's reading end. Callers must hold `lock` while they receive a message."""
+    """A queue's reading end. A caller must hold `lock` while it receives a message."""
 
     side = "reader"
 
@@ -376,7 +379,9 @@ class Receiver(_End):
             raise self.failed(status, operation, started)
 
     def poll(self, timeout_s: float, operation: str = "recv") -> bool:
-        """Waits for the next message, which `head` then describes. Returns False if none arrives within `timeout_s`."""
+        """Waits for the next message; `head()` then returns its header. Returns False if none arrives within
+        `timeout_s`.
+        """
         if self._failure is not None or self.closed:
             self.check()
         started = time.monotonic()

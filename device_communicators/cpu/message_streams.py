@@ -1,6 +1,4 @@
-"""Sends and receives messages between hosts. A message to one rank is a transfer; a message to all ranks is a
-collective.
-"""
+"""Sends and receives messages between hosts: to one rank as a transfer, to all ranks as a collective."""
 
 from __future__ import annotations
 
@@ -23,7 +21,9 @@ _STATUS = 9
 
 
 class MessageStreams:
-    """A group's messages between hosts. All ranks must be connected with each other. Thread-safe."""
+    """Sends and receives a group's messages between hosts. Each two ranks of different hosts must be connected.
+    Thread-safe.
+    """
 
     def __init__(self, transfers: Transfers, tag: int) -> None:
         self.transfers = transfers
@@ -114,7 +114,7 @@ class ToAllReceiver(_StreamEnd):
         self._group, self._src, self._call = group, src, call
 
     def check(self, operation: str = "") -> None:
-        """Does nothing: `receive` raises the group's failure."""
+        """Does nothing, because `receive` raises the group's failure."""
 
     def receive(self, past: PastPython, number: int, group: int, *arguments: Any) -> Any:
         started, report = time.monotonic(), ctypes.addressof(self._report)

@@ -1,9 +1,9 @@
 """Builds the C++ library once per machine and torch version, and declares its functions.
 
-The *full* build contains the kernels of the registered ops, and works with one version of torch. The *plain* build
-needs neither torch nor Python.
+The *full* build contains torch ops, and works with one version of torch. The *plain* build needs neither torch nor
+Python.
 
-Ops use torch's unstable ABI: with the stable ABI, calls take 0.4 to 0.7 us longer and can't read requires_grad.
+The ops use torch's unstable ABI: with the stable ABI, calls take 0.4 to 0.7 us longer and can't read requires_grad.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class NativeLibrary:
             setattr(self, name, self.method(name))
 
     def method(self, name: str, itself: object = None) -> Any:
-        """Returns a C function of the library as a Python callable. `itself` becomes its first argument."""
+        """Returns the library's C function `name` as a Python callable, whose first argument is always `itself`."""
         function = ctypes.cast(getattr(self._library, name), c_void_p)
         method = _Method(name.encode(), function, _METH_FASTCALL, None)
         _METHODS.append(method)
@@ -289,7 +289,7 @@ class NativeLibrary:
 
 
 def load() -> NativeLibrary:
-    """Returns the library, compiled if necessary. Raises NativeUnavailableError if this fails."""
+    """Returns the library. Compiles it if necessary. Raises NativeUnavailableError if this fails."""
     found = _load()
     if isinstance(found, str):
         raise NativeUnavailableError(found)
@@ -299,7 +299,9 @@ def load() -> NativeLibrary:
 
 @functools.cache
 def load_for_tools() -> NativeLibrary:
-    """Returns the build without torch if it is already compiled, else `load()`, which imports torch in some seconds."""
+    """Returns the build without torch if it is already compiled. Else returns `load()`, which imports torch: this takes
+    seconds.
+    """
     with contextlib.suppress(OSError, BuildError, CacheError):
         path, _ = _find(native_build.plain_recipe())
         if path is not None:
@@ -347,7 +349,9 @@ def is_packaged(path: Path) -> bool:
 
 
 def _find(recipe: Recipe, unfit: str = "") -> tuple[Path | None, str]:
-    """Returns the compiled file, or None and the reason. `unfit`: why the wheel's file is unusable, or ""."""
+    """Returns the path of the compiled file and "", or None and why there is no usable file. `unfit`: why the wheel's
+    file is unusable, or "".
+    """
     if not unfit and native_build.flaw_of_packaged(_PACKAGED, recipe) is None:
         return _PACKAGED / recipe.packaged_name, ""
     target = _target_of(recipe)
@@ -365,8 +369,8 @@ def wanted_recipe() -> Recipe:
 
 
 def find_or_compile(recipes: Sequence[Recipe], unfit: str = "") -> list[tuple[Path | None, str]]:
-    """Returns for each recipe the path of the compiled file and "", or None and a reason. Compiles missing files at the
-    same time. `unfit`: why the wheel's files are unusable, or "".
+    """Returns for each recipe the path of the compiled file and "", or None and the reason of a failure. Compiles
+    missing files in parallel. `unfit`: why the wheel's files are unusable, or "".
     """
     missing = [recipe for recipe in recipes if _find(recipe, unfit)[0] is None]
     with native_build.threads_that_compile(max(1, len(missing))) as workers:
@@ -377,9 +381,8 @@ def find_or_compile(recipes: Sequence[Recipe], unfit: str = "") -> list[tuple[Pa
 
 
 def _find_or_compile(recipe: Recipe, unfit: str, announced_with: Sequence[Recipe] | None) -> tuple[Path | None, str]:
-    """See `find_or_compile`.
-
-    `announced_with`: all recipes compiled at this time; a warning gives their expected duration. None: no warning.
+    """Does `find_or_compile` for one recipe. `announced_with`: all recipes compiled at this time; a warning gives their
+    expected duration. None: no warning.
     """
     found, flaw = _find(recipe, unfit)
     if found is not None:
@@ -409,9 +412,11 @@ def _compile(
     announced_with: Sequence[Recipe] | None,
     unfit: str,
 ) -> tuple[Path | None, str]:
-    """Compiles `recipe`; returns as `find_or_compile`. Writes the reason of a failure to the file of `lock`, which the
-    caller must hold. If that file has a reason from less than 60 s before `asked_s`, returns it and compiles nothing.
-    `asked_s`: when this process requested the lock. `announced_with`, `unfit`: see `_find_or_compile`.
+    """Compiles `recipe` to `target`. Returns `target` and "", or None and the reason of the failure.
+
+    Writes the reason to the file of `lock`, which the caller must hold, and requested at the time `asked_s`. If that
+    file has a reason from less than 60 s before, returns the reason and compiles nothing. `unfit`: why the wheel's file
+    is unusable, or "". `announced_with`: as in `_find_or_compile`.
     """
     failure = _last_failure(lock)
     if failure is not None and failure["compiler"] == list(compiler) and failure["at_s"] > asked_s - _HEEDED_S:
@@ -487,7 +492,7 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes, beside `target`, folders of killed compiles and libraries unused for 60 days."""
+    """Removes from `target`'s folder the folders of killed compiles, and libraries unused for 60 days."""
     now = time.time()
     for path in target.parent.iterdir():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources here and in `control/`, for setup.py too.
+"""Compiles the C++ sources, at run time and in setup.py.
 
 Each library links a few sources with the *base*, an object file of all other sources.
 """
@@ -58,7 +58,7 @@ class BuildStoppedError(BuildError):
 
 
 class Unit(NamedTuple):
-    """Sources that are compiled together, to read headers once."""
+    """C++ sources that are compiled together, so that headers are read only once."""
 
     sources: tuple[Path, ...]
     flags: tuple[str, ...] = ()
@@ -134,8 +134,8 @@ def full_recipe() -> Recipe:
 
 
 def torch_minor() -> str:
-    """Returns torch's minor version, such as 2.15, or the full version of a build that isn't a release: its ABI can
-    differ.
+    """Returns torch's minor version, such as 2.15. For a build that isn't a release, returns the full version: its ABI
+    can differ.
     """
     import torch
 
@@ -144,8 +144,8 @@ def torch_minor() -> str:
 
 
 def torch_flags(sources: Sequence[Path], libraries: Sequence[str] = ("torch_cpu", "c10")) -> dict[str, Any]:
-    """Returns `Recipe`'s arguments for sources that include torch's headers. Raises BuildError if torch uses the old
-    C++ ABI.
+    """Returns arguments of `Recipe` for `sources` that include torch's headers, linked with torch's `libraries`. Raises
+    BuildError if torch uses the old C++ ABI.
     """
     import torch
 
@@ -200,7 +200,9 @@ def _digest_of(files: Iterable[Path]) -> str:
 
 
 def flaw_of_packaged(folder: Path, recipe: Recipe) -> str | None:
-    """Returns None if the wheel's `folder` has a usable file for `recipe`, "" if it has none, else the reason."""
+    """Checks the wheel's compiled file for `recipe` in `folder`. Returns None if it is usable, "" if there is none,
+    else why it is unusable.
+    """
     packaged = folder / recipe.packaged_name
     try:
         digest, content = packaged.with_suffix(".digest").read_text().split()
@@ -243,8 +245,9 @@ def compile_library(
     seal: Callable[[bytes], bytes] | None = None,
     base: Callable[[], Path] | None = None,
 ) -> None:
-    """Compiles `recipe` and writes the library to `target` atomically, writable only by its owner. `seal` converts the
-    library's bytes before they are written. `base` returns the path of the compiled `recipe.base`.
+    """Compiles `recipe` and writes the library to `target` atomically, writable only by its owner. `compiler`: command.
+    `seal` converts the library's bytes before they are written. `base` returns the path of the compiled `recipe.base`;
+    None: also compiles it.
     """
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"{target.stem}{BUILD_FOLDER}") as folder:
         objects = _compile_units(recipe, Path(folder), compiler)
@@ -311,8 +314,8 @@ def _run(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def threads_that_compile(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Yields threads for compiles. If the body is interrupted while it waits for them (KeyboardInterrupt, SystemExit),
-    kills all compilers of this process, and starts no others.
+    """Yields `number` threads for compiles. If the with-block raises KeyboardInterrupt or SystemExit, kills all
+    compilers of this process, and starts no others.
     """
     interrupted = False
     try:

@@ -79,13 +79,15 @@ _METHODS = 256
 
 
 class QueueStatus:
-    """Statuses of queues and transfers, as in csrc/queue.h."""
+    """Result codes of queues and transfers, as in csrc/queue.h."""
 
     DONE, TIMED_OUT, PEER_DIED, MALFORMED, INTERRUPTED, GIVEN_UP = range(6)
 
 
 class Taken(NamedTuple):
-    """Calls of one method. `waited_s` is the part of `took_s` spent waiting for other ranks."""
+    """The number and total times of calls to one method. `waited_s` is the part of `took_s` spent waiting for other
+    ranks.
+    """
 
     calls: int
     took_s: float
@@ -93,7 +95,9 @@ class Taken(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """The group's calls, by method. `last`: how often each global rank arrived last."""
+    """Statistics of a group's calls: `taken` by method; `last`: how often each global rank was the last to begin a
+    call.
+    """
 
     taken: dict[str, Taken]
     last: dict[int, int]
@@ -125,10 +129,10 @@ class NativeGroup:
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
         """Extends the group over several hosts. Call this before the first collective. The group then owns the
-        connections' descriptors.
+        descriptors of `connections`, this rank's to ranks on other hosts.
 
-        `meshed`: all ranks of different hosts are connected. `rounded`: sums of bfloat16 are sent as bfloat16, not as
-        float32.
+        `host_of_rank`: host number by rank. `meshed`: all ranks of different hosts are connected. `rounded`: sums of
+        bfloat16 are sent as bfloat16, not as float32.
         """
         self.connections = connections
         self._host_of_rank = host_of_rank
@@ -153,8 +157,8 @@ class NativeGroup:
             return self.connections.silent_peers(limit_s)
 
     def call(self, operation: str, *args: Any, user_call: UserCall | None = None) -> None:
-        """Runs the collective `operation` in C++ with `args`. Raises its failure, or UsageError if another call is
-        running.
+        """Runs the collective `operation` in C++ with `args`. Raises the collective's failure, or UsageError if another
+        call is running. `user_call`: names the call in errors.
         """
         user_call = user_call or current(operation)
         begin_sending()
@@ -164,8 +168,8 @@ class NativeGroup:
             self.fail(status, user_call, started)
 
     def announce(self, src: int, spin_ns: int, user_call: UserCall) -> None:
-        """Fixes the order of a broadcast from `src` among the group's collectives. Every rank must call this before the
-        message is sent or received. `spin_ns`: how long a wait spins before it sleeps.
+        """Fixes the order of a broadcast from rank `src` of the group among the group's collectives. Every rank must
+        call this before the message is sent or received. `spin_ns`: how long a wait polls before it sleeps.
         """
         begin_sending()
         started = time.monotonic()
@@ -179,7 +183,9 @@ class NativeGroup:
         raise self.failure(status, user_call.method, time.monotonic() - started)
 
     def enter(self, operation: str) -> None:
-        """Makes calls of other threads raise until `exit`. Raises UsageError if a call is running."""
+        """Makes the group's calls in other threads raise UsageError until `exit()`. Raises UsageError if a call is
+        running.
+        """
         if self.library.ps_entering(self.number) == _BUSY:
             raise overlap_error(operation, str(self.members))
 
@@ -286,8 +292,8 @@ class NativeGroup:
         return f"{who} is in {own}, global rank {suspect} in {other}"
 
     def serve(self, key: str, after: int = 0) -> None:
-        """Lets ops on group `key` call the compiled library without Python. `after`: number of calls that the group has
-        made.
+        """Lets torch ops on group `key` call the compiled library without Python. `after`: number of calls that the
+        group has made so far.
         """
         if self.library.has_ops:
             self._served.add(key)
@@ -295,7 +301,7 @@ class NativeGroup:
             self.library.ps_served_go_on(key.encode(), after)
 
     def stop_serving(self, key: str) -> dict[str, tuple[int, int]]:
-        """Ends `serve`. Returns the number of calls and bytes by operation."""
+        """Ends `serve`. Returns by operation the number of calls and bytes that C++ counted."""
         counts = self.traffic(key)
         if key in self._served:
             self._served.remove(key)
@@ -303,7 +309,7 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Returns the times of calls, measured while `ps_measure_calls` is on."""
+        """Returns statistics of the calls made while `ps_measure_calls` is on."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {
@@ -361,14 +367,14 @@ class NativeGroup:
         self.library.ps_group_doom(self.number)
 
     def leave(self) -> None:
-        """Announces that this rank leaves, so that its exit isn't reported as a death."""
+        """Tells other ranks that this rank leaves the group, so that its exit isn't reported as a death."""
         self.library.ps_group_leave(self.number)
 
     def has_left(self, rank: int) -> bool:
         return bool(self.library.ps_group_has_left(self.number, rank))
 
     def close(self) -> None:
-        """Closes the group. The memory is freed when the last call returns."""
+        """Closes the group on this rank. Its memory is freed when the last call returns."""
         for key in list(self._served):
             self.stop_serving(key)
         self.leave()
@@ -430,8 +436,8 @@ def wait_failure(
     """Returns the error of a failed wait. `status`: a `QueueStatus`. `place`: rank in the group that is to blame, or
     OUTSIDE for a rank of another group.
 
-    If another rank gave up first (GIVEN_UP), `reporter` is that rank, and `reason` the `Status` of its call. For
-    PEER_DIED, `reason` is 1 if the peer left on purpose.
+    For GIVEN_UP, rank `reporter` of the group failed first, in a call with the `Status` `reason`. For PEER_DIED,
+    `reason` is 1 if the peer left on purpose.
     """
     suspect = members.ranks[place] if 0 <= place < len(members.ranks) else -1
     if status == QueueStatus.TIMED_OUT:

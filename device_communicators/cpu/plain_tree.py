@@ -1,4 +1,4 @@
-"""Encodes Python objects in C++ (csrc/pack.h). The code depends on Python's and torch's memory layout of objects."""
+"""Encodes Python objects in C++ (csrc/pack.h), which reads objects of Python and torch directly from memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 class Pinned(NamedTuple):
-    """Pieces of memory as (address, size), and the objects that own the memory."""
+    """Parts of memory as (address, size), and the objects that own the memory."""
 
     pieces: tuple[tuple[int, int], ...]
     keeps: object
@@ -108,8 +108,8 @@ class _FormWords(ctypes.Structure):
 
 
 class Form:
-    """Keys, dtypes and shapes of a dict's CPU tensors, as a `TensorDictSpec` fixes them in advance. `entries`: number
-    of all entries, also those that aren't tensors.
+    """Keys, dtypes (as c10::ScalarType) and shapes of a dict's CPU tensors, as a `TensorDictSpec` fixes them in
+    advance. `entries`: number of all entries, also those that aren't tensors.
     """
 
     def __init__(
@@ -127,9 +127,10 @@ class Form:
 class PastPython:
     """Has C++ functions as attributes, which send and receive messages without Python code (csrc/messages.h).
 
-    Functions for one peer first take the group's key (see `NativeGroup.serve`), the peer's rank, and the method's index
-    in `user_call.TRANSFERS`. Functions for broadcasts first take the key and `UserCall.word`. The last four functions,
-    from `receive_at` on, have other arguments. Results are messages, or an `Outcome` (csrc/messages.h).
+    Functions for one peer first take the group's key (see `NativeGroup.serve`), the peer's rank in the group, and the
+    method's index in `user_call.TRANSFERS`. Functions for broadcasts first take the key and `UserCall.word`. The last
+    four functions, from `receive_at` on, have other arguments. A result is a message, or an `Outcome` number
+    (csrc/messages.h).
     """
 
     def __init__(self, library: NativeLibrary, python: int) -> None:
@@ -164,7 +165,7 @@ class PastPython:
 
 
 class PlainObjects:
-    """Encodes Python objects in C++. Calls hold the GIL, unlike ctypes' usual calls."""
+    """Encodes Python objects in C++. The C++ functions hold the GIL, unlike usual ctypes functions."""
 
     def __init__(
         self, library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
@@ -185,7 +186,7 @@ class PlainObjects:
 
     def takes_apart(self, value: object, limit: int, cut: _Cut = _WHOLE) -> bool:
         """Encodes `value`; `packed` then returns the result. Returns False if only Python can encode `value`, or if its
-        metadata (without header and tensor data) exceed `limit` bytes. `cut`: how tensors are sliced, by default not at
+        encoding (without header and tensor data) exceeds `limit` bytes. `cut`: how tensors are sliced; default: not at
         all.
         """
         slices, mine, whole = cut
@@ -213,8 +214,8 @@ class PlainObjects:
         self._packed(None, 0, None, None)
 
     def pieces(self) -> tuple[list[tuple[int, int]], int, list[object]]:
-        """Returns the pieces (address, size) of the last encoded object, the number of pieces in the message's head,
-        and the objects that own the pieces.
+        """Returns the last encoded object's parts as (address, size), how many parts form the message's header, and the
+        objects that own the parts.
         """
         found, counts = (ctypes.c_uint64 * (2 * _MOST_PIECES))(), (ctypes.c_int * 2)()
         held = (_Type * (_MOST_LONG + _MOST_TENSORS))()
@@ -238,8 +239,8 @@ def _keeping_the_gil(function: Any, *arguments: Any) -> Any:
 def _python(
     library: NativeLibrary, depth: int, most_other_keys: int, dtype_names: Mapping[int, str]
 ) -> tuple[_Python, Sequence[object]]:
-    """Returns a struct of Python's and torch's functions, types and offsets for C++, and the arrays to which it points.
-    Arguments: see `PlainObjects`.
+    """Returns a struct of Python's and torch's functions, types and offsets for C++, and the arrays to which the struct
+    points. Arguments are those of `PlainObjects`.
     """
     functions = {field: ctypes.cast(getattr(ctypes.pythonapi, name), _Type) for field, name in _FUNCTIONS.items()}
     leaves, others, texts = map(_addresses, ([*_LEAVES.values()], _TENSORS, (str, bytes)))
@@ -267,7 +268,9 @@ def _python(
 
 
 def type_at() -> int:
-    """Returns the byte offset of an object's type pointer, or 0 if unknown. C++ then calls the slower PyObject_Type."""
+    """Returns the byte offset of the type pointer in a Python object, or 0 if unknown. C++ then calls the slower
+    PyObject_Type.
+    """
     at = object.__basicsize__ - ctypes.sizeof(_Type)
     for probe in (object(), 1, "", [], {}, None, int, type_at):
         if at <= 0 or _Type.from_address(id(probe) + at).value != id(type(probe)):

@@ -1,6 +1,8 @@
-"""Creates files in shared memory, *segments*. Only this user can open a segment, and only until its name is removed.
+"""Creates and opens files in shared memory, *segments*. Only this user can open a segment, and only until its name is
+removed.
 
-A segment's creator holds a lock while the name exists, so `sweep` removes only names of killed creators.
+A segment's creator holds a file lock while the name exists. So `sweep`, which removes names without a lock, removes
+only those of killed creators.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class SegmentError(Exception):
 
 
 class Segment:
-    """A file in shared memory. Call `unlink` when all ranks have opened it, and `close` when it is mapped."""
+    """A file in shared memory. Call `unlink` when all ranks have opened the file, and `close` when it is mapped."""
 
     def __init__(self, name: str, descriptor: int) -> None:
         self.name = name
@@ -54,7 +56,8 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Returns None if this host has no segment of this name. Raises SegmentError for another user's segment."""
+        """Opens the segment `name`. Returns None if this host has none. Raises SegmentError for another user's segment.
+        """
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -81,8 +84,8 @@ class Segment:
         os.ftruncate(self.descriptor, size_bytes)
 
     def allocate(self, size_bytes: int, offset: int = 0, *, leave_some: bool = False) -> None:
-        """Allocates memory. Raises SegmentError if the file system is full, or with `leave_some` nearly full. Without
-        this call, a later write could kill the process.
+        """Allocates the file's bytes from `offset` on. Raises SegmentError if the file system is full, or with
+        `leave_some` nearly full. Without this call, a later write could kill the process.
         """
         try:
             if leave_some:
@@ -134,7 +137,7 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Locks a new segment. Returns False if another process's `sweep` removes its name first."""
+    """Locks a new segment. Returns False if another process's `sweep` removed its name before."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Connects ranks of different hosts for transfers. csrc/streams.h moves the data."""
+"""Connects ranks of different hosts for sends and receives. csrc/streams.h moves the data."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ STRIPED_BYTES = 256 << 10
 def connect_streams(
     memory: HostMemory, gather: Callable[[bytes], list[bytes]], watcher: Watcher | None, watched: Iterable[int]
 ) -> tuple[int, Connections]:
-    """Connects all ranks. Returns the address of the C++ object that moves the data, and the connections, which the
-    caller closes after `ps_transfers_delete`. Every rank must call this. `gather`: exchanges a record of each rank.
-    `watched`: ranks whose death ends the wait.
+    """Connects all ranks of the group by TCP; every rank must call this. Returns the address of the C++ object that
+    moves the data, and the connections, which the caller closes after `ps_transfers_delete`.
+
+    `gather`: all-gathers bytes. `watched`: global ranks whose death ends the wait.
     """
     members, collectives = memory.members, memory.collectives
     if collectives is None:

@@ -50,10 +50,10 @@ _DTYPES[1 << 20] = "a message"  # kMessageDtype
 
 
 class Failed(NamedTuple):
-    """A failed transfer, as `TransferFailure` in csrc/transfer_call.h. `sends`: 1 for a send.
+    """A failed send or receive, as `TransferFailure` in csrc/transfer_call.h. `sends`: 1 for a send.
 
-    `suspect`, `reporter`, `reason`: the arguments `place`, `reporter` and `reason` of `wait_failure`. The sizes and
-    dtypes describe a mismatch; otherwise the dtypes are -1.
+    `suspect`, `reporter`, `reason`: the arguments `place`, `reporter` and `reason` of `wait_failure`. After a mismatch,
+    the dtypes and sizes are those of both ranks; otherwise the dtypes are -1.
     """
 
     status: int
@@ -82,7 +82,7 @@ Failure = CommunicationError | GroupDestroyedError | TransferError
 
 def failure_of(members: Members, failed: Failed, text: str = "", needs_bytes: int = 0, operation: str = "") -> Failure:
     """Returns the error of a failed transfer. `text`: the error's text if the connection broke (TransferError).
-    `needs_bytes`: size of a queue that couldn't be allocated, or 0. `operation`: default: send or recv.
+    `needs_bytes`: size of a queue that couldn't be allocated, or 0. `operation`: name in errors; default: send or recv.
     """
     operation, status, elapsed_s = operation or failed.operation, failed.status, failed.elapsed_us / 1e6
     who = members.ranks[failed.suspect] if 0 <= failed.suspect < len(members.ranks) else -1
@@ -141,7 +141,7 @@ def _number_of(dtype: torch.dtype) -> int:
 
 
 class Transfers:
-    """This rank's sends and receives in one group. Thread-safe."""
+    """This rank's sends and receives in one group. `dst` and `src`: ranks in the group. Thread-safe."""
 
     ANY_SOURCE = -1
 
@@ -154,8 +154,8 @@ class Transfers:
         ring_bytes: int = 0,
         tag: int = 0,
     ) -> None:
-        """Owns the C++ object at `address`; raises MemoryError for None. C++ code finds it by the number `group`.
-        `tag`: of messages. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
+        """Owns the C++ object at `address`; raises MemoryError for None. `group`: number by which C++ code finds the
+        object, or 0. `tag`: of messages. `ring_bytes`: size of a shared-memory queue; 0 between hosts.
         """
         self.members = members
         self._library = library
@@ -170,17 +170,19 @@ class Transfers:
             library.ps_transfers_serve(self.address, group, tag)
 
     def isend(self, x: Tensor, dst: int, tag: int = 0) -> Work:
-        """Starts to send the contiguous `x`. The returned work is already complete if `x` could be buffered."""
+        """Starts to send the contiguous `x` to the group's rank `dst`. The returned work is complete if `x` could be
+        buffered.
+        """
         return self._started(1, x, dst, tag)
 
     def irecv_(self, out: Tensor, src: int, tag: int = 0) -> Work:
-        """Starts to receive into the contiguous `out`. Raises CollectiveMismatchError if the sent size or dtype
-        differs.
+        """Starts to receive into the contiguous `out` from the group's rank `src`. Raises CollectiveMismatchError if
+        the sent size or dtype differs.
         """
         return self._started(0, out, src, tag)
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> None:
-        """Sends the contiguous `x`. The program may change `x` afterwards."""
+        """Sends the contiguous `x` to the group's rank `dst`. The program may change `x` afterwards."""
         self._run(1, x, dst, tag)
 
     def recv_(self, out: Tensor, src: int, tag: int = 0) -> None:
@@ -237,8 +239,8 @@ class Transfers:
         raise self._failed()
 
     def reserve(self, src: int, receives: int) -> None:
-        """Adds `receives` to the number of receives from `src` pending in Python. While there are any, C++ leaves
-        messages from `src` to Python.
+        """Adds `receives`, perhaps negative, to the number of receives from rank `src` pending in Python. While any are
+        pending, C++ leaves messages from `src` to Python.
         """
         self._library.ps_transfers_reserve(self.address, src, receives)
 
@@ -306,7 +308,7 @@ class Transfers:
         return failure_text_of(self._library, self.address)
 
     def abandon(self) -> None:
-        """Makes started transfers fail. Peers on other hosts detect the failure at once."""
+        """Makes this rank's started transfers fail. Peers on other hosts detect the failure at once."""
         self._library.ps_transfers_abandon(self.address)
 
     def is_inside(self, peer: int) -> bool:
@@ -316,7 +318,7 @@ class Transfers:
         return int(self._library.ps_transfers_waiting_sends(self.address, dst))
 
     def close(self) -> bool:
-        """Ends transfers. Returns False if a thread is still in one; the memory must then stay mapped."""
+        """Ends all transfers. Returns False if a thread is still in a transfer; the memory must then stay mapped."""
         self._is_free = self._is_free or bool(self._library.ps_transfers_close(self.address))
         return self._is_free  # the memory may be unmapped then
 

@@ -1,6 +1,6 @@
 """Names of the compiled library's classes, for annotations.
 
-At run time the names are `Any`, because groups of one rank don't need the modules of the classes.
+At run time each name is `Any`, because groups of one rank needn't import the modules of the classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts to detect failures of a process group's ranks. The ranks exchange addresses through a store."""
+"""Starts failure detection for a process group's ranks. The ranks exchange addresses through a store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOGETHER_S = 0.1
 
 
 def listen(watcher: Watcher, address: str) -> str:
-    """Starts this rank's control plane, unless `watcher` has one, and returns its address, or "" if there is none.
+    """Starts this rank's control plane, unless `watcher` has one. Returns its address, or "" if it can't start.
     Replaces an empty or loopback `address` by the host's address.
     """
     if watcher.endpoint is not None:
@@ -64,10 +64,10 @@ def meet(
     limit_s: float = float("inf"),
     call: str = "",
 ) -> list[str]:
-    """Starts to watch the global `ranks`, unless a rank passes a `note`: why it can't be watched. Each of these ranks
-    must call this. Returns all notes.
+    """Starts to watch the global `ranks` for failures, unless a rank passes a `note`: why that rank can't be watched.
+    Each of these ranks must call this. Returns all notes, in the order of `ranks`.
 
-    `store`: must have a prefix that only this call uses. `rank`: this rank. `address`: see `listen`. `caller`: function
+    `store`: must have a prefix that only this call uses. `rank`: this rank. `address`: of this host. `caller`: function
     named in errors. `call`: arguments that must be equal on all ranks. Raises RendezvousError with the missing ranks,
     or PeerDiedError if the rank that serves the store exited. Raises CallsDifferError at most 20 ms after two ranks
     passed different `call`s.
@@ -111,8 +111,8 @@ def meet(
 
 
 class Neighbours:
-    """The ranks in this PID namespace that have called `meet`. A rank that loses its connection to the store checks
-    which of these ranks exited.
+    """Finds exited ranks in this PID namespace, among those that have called `meet`, after the connection to the store
+    broke.
     """
 
     def __init__(self, processes: str) -> None:
@@ -147,8 +147,8 @@ class CallsDifferError(Exception):
 
 
 class _Roll:
-    """Exchanges entries of all ranks through a store, in attempts. Each rank adds its entry to the current attempt; the
-    last one writes all entries to one key. A rank that gives up closes the attempt, so that a retry doesn't read old
+    """Exchanges one entry per rank through a store, in attempts. Each rank adds its entry to the current attempt; the
+    last rank writes all entries to one key. A rank that gives up closes the attempt, so that a retry doesn't read old
     entries.
     """
 
@@ -165,7 +165,7 @@ class _Roll:
 
     def call(self, deadline: float) -> tuple[list[list[Any]], list[int]]:
         """Exchanges the ranks' entries. Returns all entries in rank order and [], or at the deadline [] and the missing
-        ranks. Raises CallsDifferError on all ranks if two ranks' calls differ.
+        ranks. Raises CallsDifferError on all ranks if two ranks passed a different `call`.
         """
         longest_s = max(_LONGEST_NAP_S, len(self._ranks) / _LOOKS_PER_S)
         nap_s = longest_s if self._store.waits_in_server else _SHORTEST_NAP_S
@@ -193,7 +193,9 @@ class _Roll:
                 self._near.read(self._store, self._key(""))
 
     def _open(self) -> str:
-        """Returns the current attempt, or starts one. Raises CallsDifferError if that attempt has another call."""
+        """Returns the current attempt's name, or starts one. Raises CallsDifferError if that attempt has another
+        `call`.
+        """
         own = secrets.token_hex(_TOKEN_BYTES) + self._digest
         found = self._store.compare_set(_ATTEMPT, "", own).decode()
         if found == own and self._call:
@@ -207,8 +209,8 @@ class _Roll:
         return found
 
     def _give_up(self) -> list[int]:
-        """Closes the last attempt. Returns the ranks that took part in no attempt, or if there are none, the ranks
-        missing from the last one.
+        """Closes the last attempt. Returns the ranks that took part in no attempt. If there are none, returns the ranks
+        missing from the last attempt.
         """
         self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
         missing = self._ranks
@@ -217,7 +219,7 @@ class _Roll:
         return list(missing) or self._absent(self._ranks, -1)
 
     def _enter(self) -> list[list[Any]]:
-        """Adds this rank's entry. The last rank publishes all entries and returns them; the others return []."""
+        """Adds this rank's entry. The last rank publishes all entries and returns them; other ranks return []."""
         if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
             # An earlier call of this rank didn't close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
@@ -229,7 +231,7 @@ class _Roll:
         return [entry for _, entry in entries]
 
     def _read(self) -> list[list[Any]]:
-        """Returns all entries, or [] if this rank's entry isn't among them."""
+        """Returns all entries, or [] if they are an earlier call's and this rank's entry isn't among them."""
         text = self._store.compare_set(self._key("roll"), _NOTHING, _NOTHING).decode()
         if text == _NOTHING:  # deleted meanwhile; `get` would wait for the key
             return []
@@ -262,7 +264,7 @@ class _Roll:
 
 
 def know_neighbours(memory: HostMemory, watcher: Watcher) -> None:
-    """Passes the PIDs of this host's ranks to `watcher`. `memory` must be attached."""
+    """Lets `watcher` detect exits of this host's ranks by their PIDs. `memory` must be attached."""
     ranks = memory.members.ranks
     own = ranks[memory.members.rank]
     pids = {ranks[place]: pid for place, pid in zip(memory.local_ranks, memory.pids, strict=True)}
