@@ -30,7 +30,7 @@ _BETWEEN_RANKS = ("all_to_all", "gather", "scatter", "all_gatherv", "reduce_scat
 
 
 class CpuCommunicator(Communicator):
-    """Runs calls of CPU tensors in C++. A started collective is complete when its start returns."""
+    """Runs calls on CPU tensors in C++. A started collective is complete when the method that starts it returns."""
 
     name = "shared_memory"  # "hierarchical" with several segments
     adds_in_tree_order = True

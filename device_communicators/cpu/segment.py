@@ -56,8 +56,7 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens the segment `name`. Returns None if this host has none. Raises SegmentError for another user's segment.
-        """
+        """Opens the segment `name`. Returns None if this host has none. Raises SegmentError for another user's segment."""
         if not _NAME.fullmatch(name):
             return None
         try:

@@ -1,4 +1,4 @@
-"""Windows: memory of each rank that other ranks can write, and ranks of the same host also read (csrc/one_sided.h)."""
+"""Windows: memory of each rank that other ranks can write. Ranks of the same host can also read it (csrc/one_sided.h)."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ _ADVICE = "call it outside the compiled function"
 def window_failure(
     group: NativeGroup, status: int, method: str, rank: int, elapsed_s: float, timeout_s: float
 ) -> Exception:
-    """Returns the error of this thread's last window call: `method` with rank `rank`, which returned `status`. If a
-    signal handler raised an exception, raises that instead.
+    """Returns the error of this thread's last window call: `method` with the group's rank `rank`, whose result code was
+    `status`. Instead raises the exception of a signal handler, if one raised.
     """
     members = group.members
     if status == _INTERRUPTED:
@@ -88,7 +88,7 @@ def window_failure(
 
 
 def group_of_one(context: GroupMember) -> NativeGroup:
-    """Returns a group of this rank alone. Raises UnsupportedError if the compiled library is missing."""
+    """Returns a `NativeGroup` of this rank alone. Raises UnsupportedError if the compiled library is missing."""
     try:
         library = native.load()
     except native.NativeUnavailableError as error:
@@ -137,8 +137,8 @@ class Window:
         barrier: Callable[[], object],
         failure_of: Callable[[Exception, str, float], Exception],
     ) -> None:
-        """`size`: the tensor's shape. `exchange` gathers a tensor of each rank. `failure_of` turns an
-        error, the method's name and its start time into the group's error.
+        """`size`: the tensor's shape. `exchange` all-gathers a tensor. `failure_of` turns an error, the method's name
+        and its start time into the group's error.
         """
         self._group, self._barrier, self._failure_of = group, barrier, failure_of
         count, library = math.prod(size), group.library
@@ -165,7 +165,8 @@ class Window:
 
     @host_call(_ADVICE)
     def put(self, x: Tensor, dst: int, offset: int = 0, *, signal: bool = False) -> None:
-        """Copies the CPU tensor `x` to rank `dst`, from element `offset` on. The program may change `x` afterwards.
+        """Copies the CPU tensor `x` into rank `dst`'s window, from element `offset` on. The program may change `x`
+        afterwards.
 
         On return, the bytes have arrived if `dst` is on this host; else they can still be on their way. `signal=True`
         also signals rank `dst`, in the same message. Raises InvalidArgumentError if `x` doesn't fit, and
@@ -193,7 +194,7 @@ class Window:
 
     @host_call(_ADVICE)
     def map_remote_tensor(self, rank: int) -> Tensor:
-        """Returns the memory of `rank` as a tensor. The tensor keeps the memory mapped.
+        """Returns the window of `rank` (in the group) as a tensor. The tensor keeps the memory mapped.
 
         After `deregister`, that rank can reuse the memory. Raises UnsupportedError if `rank` shares no memory with this
         rank.
@@ -212,7 +213,7 @@ class Window:
 
     @host_call(_ADVICE)
     def signal(self, dst: int) -> None:
-        """Sends a signal to rank `dst`, and returns at once. Rank `dst` receives the signal by `wait_signal`."""
+        """Sends a signal to the group's rank `dst`, which receives it by `wait_signal`. Returns at once."""
         started = time.monotonic()
         status = self._group.library.ps_window_signalling(self._address, index(dst))
         if status:
@@ -220,7 +221,7 @@ class Window:
 
     @host_call(_ADVICE)
     def wait_signal(self, src: int, timeout_s: float | None = None) -> None:
-        """Receives one signal of rank `src`. `timeout_s` is by default the group's timeout; 0 only polls.
+        """Waits for one signal of the group's rank `src`. `timeout_s` is by default the group's timeout; 0 only polls.
 
         After a CollectiveTimeoutError the window stays usable, and a later call can receive the signal.
         """

@@ -1,6 +1,6 @@
 """Makes tensors over memory that torch did not allocate, by DLPack.
 
-When a tensor's memory is no longer used, torch calls a deleter in any thread. The deleter drops the memory's owner, a
+When no tensor uses the memory any more, torch calls a deleter in any thread. The deleter drops the memory's owner, a
 Python object whose `__del__` frees the memory.
 """
 

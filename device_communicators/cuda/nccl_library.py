@@ -154,7 +154,7 @@ class NcclLibrary:
         return f"NCCL {version_text(self.version)} ({self.path})"
 
     def config(self, **fields: int | bytes) -> ctypes.Structure:
-        """Returns an ncclConfig_t. NCCL chooses the values of fields that aren't given."""
+        """Returns an ncclConfig_t with these `fields`. NCCL chooses the values of other fields."""
         config = self._config_type()
         for name, kind, _ in CONFIG_FIELDS:
             if kind is c_int and hasattr(config, name):
@@ -199,8 +199,8 @@ def _load(chosen: str | None) -> NcclLibrary | str:
 
 
 def candidates() -> list[str]:
-    """Returns the paths where NCCL is searched for. torch's own NCCL comes first, because a second NCCL would have its
-    own memory and settings.
+    """Returns the paths where NCCL's library is searched, torch's own first: a second NCCL would have its own memory
+    and settings.
     """
     beside_torch = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
     installed = [str(beside_torch)] if beside_torch.exists() else []

@@ -17,7 +17,7 @@ _RELAXED = 2
 
 
 class StreamWork:
-    """Work on a CUDA stream. `wait` makes the current stream wait for it; the host never waits."""
+    """Work on a CUDA stream. `wait` makes the current stream wait for the work; the host never waits."""
 
     def __init__(self, event: Any, device: torch.device) -> None:
         self._event = event
@@ -36,7 +36,8 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=priority)
 
     def begin(self, tensors: Sequence[Tensor]) -> SideStream:
-        """Makes this stream wait for the current stream, and keeps the tensors' memory until this stream has used it.
+        """Makes this side stream wait for the current stream, and keeps the tensors' memory until this stream has used
+        it. Returns this object.
 
         Also works during a CUDA graph capture. The program must then call `wait` on the result of `finish`, which joins
         this stream to the captured stream.
@@ -47,7 +48,7 @@ class SideStream:
         return self
 
     def finish(self, enqueue: Callable[[int], None]) -> Work:
-        """Calls `enqueue` with this stream and returns a Work for all work so far on this stream. Thread-safe."""
+        """Calls `enqueue` with this stream's handle. Returns a Work for all work so far on this stream. Thread-safe."""
         enqueue(self._stream.cuda_stream)
         event = torch.cuda.Event()
         event.record(self._stream)
@@ -58,7 +59,7 @@ class SideStream:
 
 
 def stream_of(handle: int, device: torch.device) -> Any:
-    """Returns torch's stream for a handle. Handle 0 is the default stream, unlike in `ExternalStream(0)`."""
+    """Returns torch's stream for a cudaStream_t. Handle 0 is the default stream, unlike in `ExternalStream(0)`."""
     return torch.cuda.ExternalStream(handle, device) if handle else torch.cuda.default_stream(device)
 
 
@@ -116,9 +117,10 @@ class CudaStreams:
         return current_cuda_device() == self._index
 
     def enter_relaxed(self) -> bool:
-        """Lets this thread call CUDA while another thread captures a CUDA graph in the mode `global`, torch's default.
+        """Lets this thread call CUDA while another thread captures a CUDA graph in torch's default mode, `global`. Also
+        sets the thread's device.
 
-        Also sets the thread's device. Returns False if CUDA's runtime lacks the necessary function.
+        Returns False if CUDA's runtime lacks the necessary function.
         """
         enter(self._device)
         function = getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None) or _from_runtime()
@@ -147,8 +149,8 @@ class StreamOrder:
 
 
 def enter(device: torch.device) -> None:
-    """Sets the thread's device. Otherwise the first CUDA call of a new thread would create a context of hundreds of MB
-    on the first GPU.
+    """Makes `device` the thread's current CUDA device. Otherwise a new thread's first CUDA call would create a context
+    of hundreds of MB on the first GPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,1 +1,1 @@
-"""Detects deaths of other ranks, and finds why a process doesn't run and which code its threads run."""
+"""Detects deaths of other ranks. Finds why a process doesn't run, and which code its threads run."""

@@ -15,7 +15,7 @@ _SWAPPED_BYTES = 256 << 20
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> str:
-    """Returns why the process doesn't run, or "" if it runs or its state is unknown."""
+    """Returns why the process `pid` doesn't run, or "" if it runs or its state is unknown."""
     try:
         state = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(") ")[2][:1]
         lines = (proc / str(pid) / "status").read_text(errors="replace").splitlines()

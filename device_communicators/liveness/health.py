@@ -1,7 +1,7 @@
 """Records which ranks of the world died. The control plane reports deaths to a `Watcher`, and waiting calls poll the
 `Watcher`.
 
-A rank that left on purpose isn't dead, because it has sent all data that its peers wait for.
+A rank that left on purpose doesn't count as dead, because it has sent all data that its peers wait for.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def kind_of_deaths(deaths: Iterable[Death], otherwise: type[CommunicationError])
 class FailureDomain:
     """The global ranks whose death makes a group fail.
 
-    Some can be outside of the group: after their death, a member may fail in another group and never make its call in
-    this one.
+    Some can be outside of the group: if they die, a member may fail in another group and never make its call in this
+    group.
     """
 
     def __init__(self, ranks: Iterable[int], root: str = "", *, is_root: bool = False) -> None:
-        """`root`: the domain's name, equal on all its ranks; "" for the whole world. `is_root`: True if a sub-group
-        gets a new failure domain; else it keeps this one.
+        """`ranks`: global. `root`: the domain's name, equal on all its ranks; "" for the whole world. `is_root`: True
+        if a sub-group gets a new failure domain; else the sub-group keeps this domain.
         """
         self.ranks = frozenset(ranks)
         self.root = root
@@ -125,7 +125,8 @@ def answer_within(limit_s: float, question: Callable[[], Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """The location of a rank. Unknown fields are empty. `began`: the process's start time.
+    """The process and host of a rank. Unknown fields are empty. `began`: the process's start time. `endpoint`: its
+    control plane's.
 
     Processes can connect over loopback if their `network` is equal, and watch each other by PID if their `processes`
     are equal.
@@ -140,7 +141,9 @@ class Place(NamedTuple):
 
     @property
     def domain(self) -> str:
-        """Returns a text that is equal for processes that can watch each other by PID; "" if none can watch this one.
+        """Returns a text that is equal for processes that can watch each other by PID; "" if none can watch this
+        process.
+
         Processes in different network namespaces get different texts, so that a network failure between them is
         detected.
         """
@@ -207,8 +210,8 @@ class Watcher:
         return None if self._world is None else self._world.endpoint
 
     def listen(self, library: Any, address: str) -> Endpoint | None:
-        """Opens the control plane and returns its endpoint, or None if that fails. `library`: the compiled library, or
-        why it is unavailable. `address`: this host's address, as peers use it.
+        """Opens the control plane. Returns its endpoint, or None if that fails. `library`: the compiled library, or a
+        text: why it is unavailable. `address`: this host's address, as peers use it.
         """
         if self._world is None:
             try:
@@ -225,17 +228,18 @@ class Watcher:
         return self.endpoint
 
     def answer_guests(self) -> None:
-        """Answers questions of processes outside the world. Call this before `follow`, while ranks still wait for each
-        other.
+        """Starts a thread that answers requests of debugging tools. Call this before `follow`, so that tools can
+        examine a rank that still waits for others to start.
         """
         if self._world is not None:
             with contextlib.suppress(ResourceLimitError):  # `follow` raises it and reports it to peers
                 self._world.start_thread(self._answer, self._look)
 
     def follow(self, rank: int, places: Mapping[int, Place]) -> None:
-        """Starts to watch all ranks. Each rank calls this once, with its own `rank` and the same `places` of all ranks.
+        """Starts to watch all ranks of the world. Each rank calls this once, with its own `rank` and the same `places`,
+        by global rank.
 
-        If any rank has no control plane that all peers can reach, no rank watches, and each host logs a warning.
+        If peers can't reach some rank's control plane, no rank watches, and each host logs a warning.
         """
         world, unreachable = self._world, find_unreachable(places)
         if unreachable or world is None:
@@ -262,15 +266,15 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Lets groups of the torch backend use this watcher. These groups must close before this watcher."""
+        """Lets groups of the torch backend use this watcher. These groups must be closed before this watcher."""
         _SHARED.add(self)
 
     def join(self, other: Watcher, name: str) -> None:
-        """Shares the control plane of `other`. `give_up` of this watcher then fails only groups that use this watcher.
-        Closing `other` closes this watcher.
+        """Makes this watcher use the control plane of `other`. This watcher's `give_up` then fails only groups that use
+        this watcher. Closing `other` closes this watcher.
 
         Each rank calls this with the same new `name`, and then `gather`, which waits for all ranks: a rank ignores a
-        `give_up` that arrives before it has called `join`.
+        `give_up` that arrives before its `join`.
         """
 
         def take_failure(rank: int, text: bytes) -> bytes:
@@ -294,8 +298,11 @@ class Watcher:
         payload: bytes,
         timeout_s: float,
     ) -> dict[int, bytes | None]:
-        """Sends a question to `ranks` and returns the replies by rank; see `World.ask`. `topic`: a key of `answers`, or
-        empty to find out which processes run.
+        """Sends a question to the global `ranks`. Returns the replies by rank; without replies of exited or silent
+        ranks.
+
+        `topic`: a key of the peers' `answers`, or empty to find out which processes run. `payload`: argument for the
+        answering function.
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
@@ -303,7 +310,7 @@ class Watcher:
         return {} if world is None else world.ask(asked, question, timeout_s)
 
     def is_silent(self, rank: int) -> bool:
-        """Returns True if the rank's process sends no reply within 0.5 s: it is probably stopped."""
+        """Returns True if the process of the global `rank` sends no reply within 0.5 s: it is probably stopped."""
         return rank in self._places and rank != self._rank and rank not in self.ask([rank], "", b"", _DEATH_CONFIRM_S)
 
     def _answer(self, rank: int, question: bytes) -> Answer:
@@ -370,8 +377,8 @@ class Watcher:
                 self.report(rank, f"on host {place.host!r} {why}", certain=False, unreachable=True)
 
     def _look_at_connections(self) -> None:
-        """Reports a host as unreachable if its data connections acknowledge nothing for the heartbeat limit, even if
-        control-plane messages still arrive.
+        """Reports a host as unreachable if this rank's data connections to it acknowledge nothing for the heartbeat
+        limit, even if control-plane messages still arrive.
         """
         world, limit_s = self._world, self.limit_s
         if world is None or not self._places:
@@ -391,8 +398,8 @@ class Watcher:
     def agree(
         self, purpose: str, attempt: int, ranks: Sequence[int], value: bytes, timeout_s: float, watched: Iterable[int]
     ) -> Verdict | None:
-        """Exchanges `value` between `ranks`; see `World.agree`. Returns the values of all `ranks`, or why they can't
-        agree.
+        """Exchanges `value` between the global `ranks`; each of them calls this with the same `purpose` and `attempt`.
+        Returns all values, or why there is no agreement; see `World.agree`.
 
         A death among `watched` cancels the exchange. Returns None if there is no control plane.
         """
@@ -419,11 +426,11 @@ class Watcher:
         operation: str = "gather",
         gloo: Any = None,
     ) -> list[bytes]:
-        """Exchanges records between `ranks` (global) and returns them in the order of `ranks`. Each of these ranks
-        calls this.
+        """Exchanges records between the global `ranks`, each of which calls this. Returns the records in the order of
+        `ranks`.
 
-        The n-th calls with the same purpose and ranks form one exchange. Unless messages arrive late, all return the
-        same records or raise for the same reason:
+        The n-th calls with the same `purpose` and `ranks` form one exchange. Unless messages arrive late, all return
+        the same records or raise for the same reason:
 
         - PeerDiedError or HostUnreachableError if a rank of `watched` (default: `ranks`) died;
         - CollectiveTimeoutError if ranks left or haven't called this in time. Its cause is an UnmetError, which has the
@@ -509,7 +516,7 @@ class Watcher:
         return b"" if world is None else world.record()
 
     def know(self, pids: dict[int, int], has_left: Callable[[int], bool]) -> None:
-        """Sets the PIDs of this host's ranks, by global rank, and the function that returns whether a rank left on
+        """Sets the PIDs of this host's ranks, by global rank, and the function that returns True if a rank left on
         purpose.
         """
         self.has_left = has_left
@@ -545,8 +552,8 @@ class Watcher:
     def report(
         self, rank: int, reason: str, certain: bool = True, *, unreachable: bool = False, stopped: bool = False
     ) -> None:
-        """Records a rank's `Death` with these arguments as fields, and calls `on_death`. Ignores a later report about
-        the rank, except a `certain` one after an uncertain one.
+        """Records the death of the global `rank` and calls `on_death`. Arguments are fields of `Death`. Ignores later
+        reports about the rank, except a `certain` one after an uncertain one.
         """
         with self._news:
             known = self._deaths.get(rank)
@@ -561,8 +568,8 @@ class Watcher:
                 logger.exception("a callback for the death of rank %d failed", rank)
 
     def give_up(self, text: str) -> None:
-        """Reports to peers that this rank failed. Does nothing if this rank has detected a death, which is then the
-        cause.
+        """Reports to peers that this rank failed. `text`: what follows "global rank 3". Does nothing if this rank has
+        detected a death, because that death is the cause.
         """
         world = self._world
         if world is not None and self._places and not self._deaths:
@@ -584,8 +591,8 @@ class Watcher:
     def await_death_of(
         self, ranks: Iterable[int], timeout_s: float | None = None, *, together_s: float = _TOGETHER_S
     ) -> list[Death]:
-        """Waits for a death among `ranks`, then briefly for the exits of ranks that were killed at the same time.
-        Returns the deaths.
+        """Waits for a death among the global `ranks`, then briefly for the exits of ranks that were killed at the same
+        time. Returns the deaths, [] if there is none.
 
         `timeout_s`: wait for the first death; default: 0.5 s. `together_s`: wait for further deaths, at least 0.25 s if
         some ranks are on other hosts.
@@ -603,8 +610,8 @@ class Watcher:
         return self.deaths_of(ranks)
 
     def await_word_of(self, suspects: Iterable[int], ranks: Iterable[int]) -> list[Death]:
-        """Waits until a death in `ranks` is known, or the `suspects`, whose connections broke, have replied. Returns
-        the deaths of `ranks`.
+        """Waits for a death among the global `ranks`, or until the `suspects`, whose connections broke, prove to run by
+        a reply. Returns the deaths of `ranks`.
 
         If a suspect on another host doesn't reply, waits longer: an unreachable host is reported within the heartbeat
         limit + 2 heartbeats.
@@ -622,7 +629,7 @@ class Watcher:
         return self.await_death_of(ranks, 0.0)
 
     def _report_ending(self, ranks: set[int]) -> None:
-        """Reports ranks of this host as dead if they are about to exit, because the kernel takes seconds to end a large
+        """Reports those of `ranks` as dead that are about to exit on this host: the kernel takes seconds to end a large
         process.
         """
         world = self._world
@@ -633,7 +640,7 @@ class Watcher:
                 self.report(rank, "has ended")
 
     def store_of(self, ranks: Iterable[int]) -> BoundedStore | None:
-        """Returns a store that the lowest rank of `ranks` serves, or None if there is no control plane."""
+        """Returns a store that the lowest of the global `ranks` serves, or None if there is no control plane."""
         from device_communicators.control.store import ControlStore  # it imports torch's stores
 
         world, server = self._world, min(ranks)
@@ -652,7 +659,8 @@ class Watcher:
     def explain_lost_store(
         self, store: BoundedStore, error: Exception, ranks: Iterable[int]
     ) -> tuple[type[CommunicationError], str, list[int]]:
-        """Returns the error class, the cause and the suspected ranks after an access to `store` failed with `error`.
+        """Returns the error class, the cause and the suspected global ranks after an access to `store` failed with
+        `error`. `ranks`: ranks whose death can be the cause.
 
         Unless the access timed out, waits briefly for the exit of the rank that serves the store.
         """
@@ -699,7 +707,9 @@ _SHARED: WeakSet[Watcher] = WeakSet()
 
 
 def _in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
-    """Returns all ranks' records. `gather(number, part)` exchanges part `number` of each rank's record."""
+    """Exchanges long records in parts. Returns all ranks' records. `gather(number, part)` exchanges part `number` of
+    each rank's record.
+    """
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
     ends = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in found]
@@ -711,7 +721,8 @@ def _in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> lis
 
 
 def _over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[], bool]) -> list[bytes]:
-    """Exchanges a part of each rank's record over gloo, and returns all parts. Every rank of the group calls this.
+    """Exchanges `part` over the gloo group `cpu_group`, and returns all ranks' parts. Every rank of the group calls
+    this.
 
     Raises RuntimeError at the deadline, if gloo fails, or within 50 ms after `ended()` becomes true.
     """
@@ -726,8 +737,8 @@ def _over_gloo(cpu_group: Any, part: bytes, deadline: float, ended: Callable[[],
 
 
 def wait_in_slices(work: Any, deadline: float, ended: Callable[[], object]) -> bool:
-    """Waits for `work` over gloo. Returns False within 50 ms after `ended()` becomes true. Raises the work's error, or
-    RuntimeError at the deadline.
+    """Waits for a gloo call, `work`. Returns True, or False within 50 ms after `ended()` becomes true. Raises the
+    work's error, or RuntimeError at the deadline.
     """
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Describes the stacks of this process's threads, and finds if a thread is compiling."""
+"""Describes the stacks of this process's threads, and finds out if a thread is compiling."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def is_compiling(frames: list[Frame]) -> bool:
 
 
 def in_words(frames: list[Frame]) -> str:
-    """Describes up to four frames: the program's innermost frame, then its callers.
+    """Describes a stack by up to four frames: the program's innermost frame, then its callers.
 
     Omits frames of this library, torch and contextlib, and frames of the standard library that aren't the innermost.
     """

@@ -27,7 +27,7 @@ _View = dict[str, Any]
 
 @dataclass(frozen=True)
 class Vote:
-    """A property that the group has or lacks, and the reason. Equal on all ranks."""
+    """A property of the group (`holds`), and the reason why it holds or not. Equal on all ranks."""
 
     holds: bool
     reason: str
@@ -62,8 +62,8 @@ def uuid_of(device: torch.device) -> str | None:
 
 
 def agree_on_topology(context: GroupContext, topology: Topology, uuid: str | None) -> GroupTopology:
-    """Combines what each rank's driver reports. Every rank calls this. `topology`: of this machine. `uuid`: this rank's
-    GPU, from `uuid_of(device)` or from NVML.
+    """Combines what each rank's driver reports. Every rank of the group calls this. `topology`: of this machine.
+    `uuid`: this rank's GPU, from `uuid_of(device)` or from NVML; None without a GPU.
     """
     gpus = [RankGpu(**each) for each in exchange_facts(context, _own_gpu(topology, uuid), "topology")]
     views: list[list[_View | None]] = exchange_facts(context, _views_of(context.rank, gpus, topology), "topology")
@@ -120,12 +120,14 @@ def _objection(
 
 
 def exchange_facts(context: GroupContext, mine: Any, operation: str) -> list[Any]:
-    """Returns every rank's JSON value `mine`, by rank. Every rank calls this. `operation`: name for error texts."""
+    """All-gathers the JSON value `mine`. Returns the values by rank. Every rank calls this. `operation`: name for
+    errors.
+    """
     return [json.loads(each) for each in context.gather(json.dumps(mine).encode(), operation)]
 
 
 def find_shared_gpus(context: GroupContext, uuid: str | None) -> dict[str, list[int]]:
-    """Returns the global ranks on each shared GPU, by UUID. `uuid`: this rank's GPU. Every rank calls this."""
+    """Returns the GPUs that several ranks use: UUID -> global ranks. `uuid`: this rank's GPU. Every rank calls this."""
     users: dict[str | None, list[int]] = defaultdict(list)
     for rank, each in zip(context.ranks, exchange_facts(context, uuid, "comparison of GPUs"), strict=True):
         users[each].append(rank)
@@ -145,8 +147,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def nccl_variables(rank: int, version: int) -> dict[str, str]:
-    """Returns environment variables with which this NCCL version lets ranks share a GPU. Each kernel gets one thread
-    block (CTA), because all ranks' kernels must fit on the GPU together. `rank`: this rank's number on its host.
+    """Returns environment variables with which NCCL of this `version` lets ranks share a GPU. `rank`: this rank's
+    number on its host.
+
+    Each kernel gets one thread block (CTA), because all ranks' kernels must fit on the GPU together.
     """
     if version >= nccl_library.MULTI_RANK_GPU:
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "1"}
@@ -174,8 +178,8 @@ def own_gpu(rank: int, gpus: int, environ: Mapping[str, str] | None = None) -> s
 def variables_of(
     rank: int, ranks: int, gpus: int, version: int, environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Returns the environment variables for rank `rank` of a host whose `ranks` ranks share `gpus` GPUs, or {} if there
-    are enough GPUs. `version`: NCCL's version.
+    """Returns the environment variables that rank `rank` of a host needs if its `ranks` ranks share `gpus` GPUs, or {}
+    if there are enough GPUs. `version`: NCCL's version.
     """
     if ranks <= gpus:
         return {}
@@ -185,8 +189,8 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Sets the environment variables of `variables_of`, and returns those that it set. Keeps values that variables
-    already have, except that of CUDA_VISIBLE_DEVICES. Call this before CUDA and NCCL start.
+    """Sets the environment variables that `variables_of` returns, except those that already have a value;
+    CUDA_VISIBLE_DEVICES is always set. Returns the variables that it set. Call this before CUDA and NCCL start.
     """
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)

@@ -15,14 +15,14 @@ class NoAnswerError(Exception):
 
 class Reader(Protocol):
     def ask(self, question: str, *where: int) -> Any:
-        """Returns NVML's answer to `question`, such as "uuid", or raises NoAnswerError. `where`: numbers of a GPU, of a
-        GPU and its link, or of two GPUs.
+        """Returns NVML's answer to `question`, such as "uuid", or raises NoAnswerError. `where`: a GPU's number, a
+        GPU's and a link's numbers, or two GPUs' numbers.
         """
 
 
 @contextlib.contextmanager
 def open_nvml() -> Iterator[Nvml]:
-    """Opens NVML for the block. Raises NoAnswerError if NVML is unavailable."""
+    """Opens NVML for the with-block. Raises NoAnswerError if NVML is unavailable."""
     try:
         import pynvml
     except ImportError as error:
@@ -64,7 +64,7 @@ conversion of the result.
 
 
 class Nvml:
-    """Reads facts about GPUs. `ask` calls the NVML function in `_CALLS`, or else the method `_<question>`."""
+    """Reads facts about GPUs. `ask` calls the NVML function that `_CALLS` lists, or the method `_<question>`."""
 
     def __init__(self, pynvml: Any) -> None:
         self._pynvml = pynvml

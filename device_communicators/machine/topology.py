@@ -1,4 +1,4 @@
-"""Reads how this machine's GPUs are connected, as the driver reports it.
+"""Reads from the driver how this machine's GPUs are connected.
 
 If the driver gives no answer for a fact, the field is None and `unknown` holds the reason.
 """
@@ -39,8 +39,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU. `index`: NVML's number, in the order of PCI ids. `cores`: CPU cores near the GPU. `mig`: True in MIG mode.
-    CUDA then shows slices of the GPU, which have no links and no peers. `unknown`: by field, why it is None.
+    """A GPU. `index`: NVML's number, in the order of PCI ids. `cores`: CPU cores near the GPU. `mig`: True in MIG mode:
+    CUDA then shows slices of the GPU, which have no links and no peers. `unknown`: for each field that is None, why.
     """
 
     index: int
@@ -103,7 +103,7 @@ class Topology:
     remarks: tuple[str, ...] = ()
 
     def find(self, uuid: str) -> Gpu | None:
-        """Returns the GPU, or None. The prefix `GPU-` of `uuid` is optional, because torch omits it."""
+        """Returns the GPU with this UUID, or None. The prefix `GPU-` of `uuid` is optional, because torch omits it."""
         return next((gpu for gpu in self.gpus if uuid in (gpu.uuid, gpu.uuid.partition("-")[2])), None)
 
     def path(self, uuid: str, other: str) -> Path | None:
@@ -116,7 +116,7 @@ _NO_LINK = {"not supported", "invalid argument"}
 
 
 def read_topology(reader: Reader | None = None) -> Topology:
-    """Reads the topology. Doesn't raise if the driver lacks features."""
+    """Reads this machine's GPU topology. Doesn't raise if the driver lacks features. `reader`: by default NVML."""
     try:
         if reader is not None:
             return _read(reader)
@@ -178,8 +178,8 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """Returns the GPU's links, or None if unknown. If NVML answers for at least one link, links without an answer don't
-    exist.
+    """Returns the GPU's NVLinks, or None if unknown. If NVML answers for at least one link, links without an answer
+    don't exist.
     """
     links: list[Link] = []
     reasons: set[str] = set()
@@ -230,7 +230,7 @@ def _read_path(reader: Reader, one: Gpu, two: Gpu) -> Path:
 
 
 def _count_links(one: Gpu, two: Gpu) -> tuple[int | None, bool]:
-    """Returns the number of links between two GPUs, and True if the links lead through switches."""
+    """Returns the number of NVLinks between two GPUs (None if unknown), and True if the links lead through switches."""
     if one.links is None or two.links is None:
         return None, False
     direct = [_links_to(one, two), _links_to(two, one)]

@@ -12,14 +12,14 @@ from device_communicators.machine.topology import Gpu
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows, in CUDA's order."""
+    """The GPUs that CUDA shows to a process, in CUDA's order. `remarks`: doubts, as text."""
 
     gpus: tuple[Gpu, ...]
     remarks: tuple[str, ...] = ()
 
 
 def visible_devices(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Visible:
-    """Returns which of `gpus`, in NVML's order, a process with the variables `environ` sees. An invalid entry of
+    """Returns which of `gpus` (in NVML's order) a process with the environment `environ` sees. An invalid entry of
     CUDA_VISIBLE_DEVICES ends the list.
     """
     text = environ.get("CUDA_VISIBLE_DEVICES")

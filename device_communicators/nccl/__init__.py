@@ -1,3 +1,1 @@
-"""NCCL for a group's GPU tensors, on the caller's current stream: set-up, collectives, transfers,
-deadlines and aborts.
-"""
+"""Runs collectives and transfers of GPU tensors over NCCL, with deadlines and aborts, on the caller's current stream."""

@@ -92,8 +92,8 @@ class NcclCommunicator(Communicator):
         return f"{self.library}, {device} tensors on the current stream, {made}; {self._windows}"
 
     def set_up(self, *, divisible: bool = False) -> None:
-        """Creates and tests the group's NCCL communicator. If `divisible`, keeps a communicator that `divide` splits
-        for sub-groups. Every rank calls this. Idempotent.
+        """Creates and tests the group's NCCL communicator. If `divisible`, keeps a communicator from which `divide`
+        splits those of sub-groups. Every rank calls this. Idempotent.
 
         Raises ConfigMismatchError if NCCL versions differ, and GroupNotInitializedError during a CUDA graph capture.
         """
@@ -188,7 +188,7 @@ class NcclCommunicator(Communicator):
         yield
 
     def close(self) -> None:
-        """Frees the communicators. Aborts them if the device doesn't finish within 10 s. Idempotent."""
+        """Frees the group's NCCL communicators. Aborts them if the device doesn't finish within 10 s. Idempotent."""
         if self._closed:
             return
         self._closed = self._links.closed = True
@@ -314,8 +314,8 @@ class NcclCommunicator(Communicator):
 
     @contextmanager
     def _watching(self, operation: str, stream: int) -> Iterator[None]:
-        """Gives the block's call on `stream` a deadline. If the watch thread aborts the call, raises the thread's
-        error.
+        """Gives the block's NCCL call on `stream` a deadline. If the thread that watches deadlines aborts the call,
+        raises that thread's error.
         """
         watch = self._watched()
         watch.begin(operation)
@@ -450,7 +450,9 @@ class NcclCommunicator(Communicator):
         self._exchange("all_to_all", _by_rank(x.split(input_splits)), _by_rank(out.split(output_splits)))
 
     def _exchange(self, operation: str, sends: _Transfers, receives: _Transfers) -> None:
-        """Enqueues all transfers, pairs of tensor and peer, in one launch, so that none waits for another."""
+        """Enqueues all transfers, each a pair of tensor and peer rank, in one launch, so that no transfer waits for
+        another.
+        """
         rank = self.context.rank
         own = zip([out for out, src in receives if src == rank], [x for x, dst in sends if dst == rank], strict=True)
         sends = [(x, dst) for x, dst in sends if x.numel() and dst != rank]
@@ -510,7 +512,7 @@ class NcclCommunicator(Communicator):
         return self._begin_link(peer).start(operation, x, self._put)
 
     def barrier(self) -> None:
-        """Runs over gloo, because a barrier must block the host."""
+        """Runs over gloo instead of NCCL, because a barrier must block the host."""
         Watched(self.context.cpu_group.barrier(), self.context, "barrier").wait()
 
 

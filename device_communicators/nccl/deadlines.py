@@ -1,7 +1,7 @@
 """Runs a thread that detects failures of a group's NCCL calls.
 
-A call only enqueues work, so no thread of the program is waiting when the work fails. Instead, this thread aborts the
-kernels, and the next call raises the failure. Replays of a captured call have no deadline.
+A call only enqueues work, so no thread of the program is waiting when the work fails. The thread aborts the kernels,
+and the next call raises the failure. Replays of a captured call have no deadline.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class Watch:
         self._in_nccl[threading.get_ident()] = operation, time.monotonic()
 
     def end(self, stream: int | None) -> None:
-        """Records that this thread's NCCL call returned. The deadline still applies to its work on `stream`, if any."""
+        """Records that this thread's NCCL call returned. The deadline still applies to the call's work on `stream`;
+        None: it enqueued no work.
+        """
         call = self._in_nccl.pop(threading.get_ident(), None)
         if stream is not None and call is not None:
             calls = self._streams.get(stream)
@@ -105,7 +107,7 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the streams on which calls ran, except captured calls."""
+        """Returns the streams (cudaStream_t) on which calls ran, except captured calls."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:
@@ -115,8 +117,8 @@ class Watch:
             return False
 
     def drain(self, limit_s: float) -> bool:
-        """Waits until the device has finished all calls. Returns False after a failure, after `limit_s`, or after the
-        group's timeout.
+        """Waits until the device has finished all calls. Returns True, or False after a failure, after `limit_s` or
+        after the group's timeout.
         """
         deadline = time.monotonic() + min(limit_s, self._context.timeout_s)
         while self.failure is None and not self.device_is_done():

@@ -1,4 +1,4 @@
-"""Defines `Handle`, which is one ncclComm_t with its registered windows of memory.
+"""Defines `Handle`: one ncclComm_t with its registered windows of memory.
 
 Only *non-blocking* communicators allow a deadline and an abort during set-up. But on such a communicator, each later
 call starts a thread, which a CUDA graph capture forbids (nccl's src/group.cc, ncclGroupEndInternal). Therefore ranks
@@ -61,8 +61,8 @@ class Deadline:
         self.started = time.monotonic()
 
     def step(self) -> None:
-        """Sleeps for at most 2 ms. Raises PeerDiedError if a rank has died, and CollectiveTimeoutError after the
-        deadline.
+        """Sleeps for at most 2 ms. Raises PeerDiedError if a rank of the group has died, and CollectiveTimeoutError
+        after the deadline.
         """
         if self.context.deaths():
             raise died(self.context, self.operation, self.started)
@@ -85,9 +85,8 @@ class Handle:
 
     @classmethod
     def meet(cls, library: NcclLibrary, context: GroupContext, unique_id: UniqueId, size: int, rank: int) -> Handle:
-        """Creates a non-blocking communicator on the current device. All ranks must pass the same id.
-
-        Raises CommunicationError.
+        """Creates a non-blocking NCCL communicator of `size` ranks on the current device. All ranks must call this with
+        the same id. Raises CommunicationError.
         """
         made = cls(library, context)
         config = library.config(blocking=0, commName=context.name.encode(), **context.nccl_config)
@@ -187,15 +186,15 @@ class Handle:
         return self.comm
 
     def check(self, operation: str, result: int) -> None:
-        """Waits until a call of NCCL that returned `result` is complete, and raises the call's error. The caller must
-        hold the lock.
+        """Waits until an NCCL call that returned the ncclResult_t `result` is complete. Raises the call's error. The
+        caller must hold the lock.
         """
         if result != SUCCESS:
             self.check_started(operation, result, self._usable())
 
     def check_started(self, operation: str, result: int, comm: int) -> None:
-        """Waits until a call on `comm` that returned `result` is complete, and raises the call's error. With
-        NCCL_COMM_BLOCKING=0, calls return before they are complete.
+        """Waits until an NCCL call on `comm` that returned the ncclResult_t `result` is complete. Raises the call's
+        error. With NCCL_COMM_BLOCKING=0, calls return before they are complete.
         """
         deadline = Deadline(self.context, operation)
         if result not in (SUCCESS, IN_PROGRESS):
@@ -203,7 +202,8 @@ class Handle:
         self._wait(comm, deadline)
 
     def register(self, address: int, size_bytes: int) -> str | None:
-        """Registers memory with NCCL. Every rank passes the same size. Returns the reason if NCCL refuses, else None.
+        """Registers memory with NCCL. Every rank calls this with the same size. Returns None, or the reason if NCCL
+        refuses.
 
         If NCCL refuses on one rank, other ranks can block until their deadline.
         """
@@ -255,8 +255,8 @@ class Handle:
         end_all([self], in_order=True)
 
     def begin_end(self, in_order: bool) -> threading.Thread | None:
-        """Starts and returns a thread that closes the communicator. The thread aborts the communicator instead if
-        `in_order` is False, or if another thread holds the lock for 1 s.
+        """Starts and returns a thread that closes the communicator; returns None if it is closed. The thread aborts the
+        communicator instead if `in_order` is False, or if another thread holds the lock for 1 s.
         """
         if self.comm is None:
             return None
@@ -292,10 +292,10 @@ class Handle:
 
 
 def end_all(handles: Sequence[Handle], *, in_order: bool) -> None:
-    """Closes the communicators, or aborts them if `in_order` is False. Waits at most 10 s, because NCCL doesn't release
-    a communicator that a CUDA graph still uses.
+    """Closes the communicators in parallel, because the end of one can depend on kernels of another. Aborts them
+    instead if `in_order` is False.
 
-    Runs in parallel, because the end of one communicator can depend on kernels of another communicator.
+    Waits at most 10 s, because NCCL doesn't release a communicator that a CUDA graph still uses.
     """
     threads = [(handle, thread) for handle in handles if (thread := handle.begin_end(in_order)) is not None]
     deadline = time.monotonic() + GOODBYE_S
@@ -330,15 +330,15 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
-    """Gathers all ranks' records. Every rank calls this. Raises ConfigMismatchError if versions of NCCL differ."""
+    """All-gathers the ranks' set-up records. Every rank calls this. Raises ConfigMismatchError if NCCL versions differ."""
     records = [SetUpRecord.from_buffer_copy(each) for each in context.gather(bytes(mine), "nccl set-up")]
     _compare(context, context.ranks, records)
     return records
 
 
 def exchange_records(context: GroupContext, mine: SetUpRecord, peer: int, tag: int) -> SetUpRecord:
-    """Exchanges records with `peer`, which must call this, too. Raises ConfigMismatchError if
-    versions of NCCL differ.
+    """Exchanges set-up records with the group's rank `peer`, which must call this, too. Raises ConfigMismatchError if
+    NCCL versions differ.
     """
     record = SetUpRecord()
     x, out = (torch.frombuffer(each, dtype=torch.uint8) for each in (mine, record))

@@ -1,6 +1,6 @@
 """Links for transfers between two ranks: a link has one NCCL communicator for each direction.
 
-With one communicator for both directions, two ranks that both send first would deadlock. A thread makes the link,
+With one communicator for both directions, two ranks that both send first would deadlock. A thread creates the link,
 because a started transfer must not wait.
 """
 
@@ -44,8 +44,8 @@ class Link:
         return self._done.is_set() and self.failure is None
 
     def put(self, operation: str, tensors: Sequence[Tensor], stream: int) -> None:
-        """Enqueues a send or a receive, as `operation` says, of each tensor on `stream`. The peer must pass the same
-        number of contiguous tensors.
+        """Enqueues on `stream`, for each tensor, an NCCL call: `operation` is "send" or "recv". The peer must pass the
+        same number of contiguous tensors.
         """
         handle, function = self.handles[operation], self._functions[operation]
         with handle.lock, nullcontext() if len(tensors) == 1 else handle.group(operation):
@@ -63,8 +63,8 @@ class Link:
         return started.go()
 
     def wait(self, check: Callable[[], None] = lambda: None) -> None:
-        """Waits until the link is ready. Raises the link's failure, or the error that `check` raises; `check` is called
-        every 0.5 s.
+        """Waits until the link is ready. Calls `check` every 0.5 s. Raises the link's failure, or the error that
+        `check` raises.
         """
         while not self._done.wait(_CHECK_S):
             check()
@@ -75,8 +75,8 @@ class Link:
             raise self.failure
 
     def make(self, meet: Callable[[], dict[str, Handle]], device: torch.device, transfer: Transfer) -> None:
-        """Stores the communicators that `meet` creates, by "send" and "recv". Sends a byte in each direction with
-        `transfer`, because NCCL's first transfer blocks the host. Then starts queued transfers.
+        """Creates the link's communicators by `meet`, which returns them as "send" and "recv". Sends a byte in each
+        direction with `transfer`, because NCCL's first transfer blocks the host. Then starts queued transfers.
         """
         try:
             self.handles = meet()
@@ -138,8 +138,8 @@ class Links:
         return [handle for link in self.all() for handle in list(link.handles.values())]
 
     def begin(self, peer: int, transfer: Transfer) -> Link:
-        """Starts a thread that makes the link with `peer`, which must call this, too. The thread sends the link's first
-        bytes by `transfer`.
+        """Starts a thread that creates the link with the group's rank `peer`, which must call this, too. `transfer`:
+        the function that sends the link's first bytes.
         """
         context = self._context
         context.check_cpu_group("a transfer")

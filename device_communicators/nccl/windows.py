@@ -1,8 +1,8 @@
-"""Allocates the tensors of `group.empty` on a GPU. NCCL's symmetric kernels read and write these tensors in place.
+"""Allocates the GPU tensors that `group.empty` returns. NCCL's symmetric kernels read and write these tensors in place.
 
 A kernel assumes that all ranks' tensors have the same offset. Therefore the ranks agree on each allocation over gloo,
-and a tensor's memory is free once all ranks have released the tensor. If a rank can't register memory,
-all ranks use ordinary memory from then on.
+and a tensor's memory is free once all ranks have released the tensor. If a rank can't register memory, all ranks use
+ordinary memory from then on.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ class Windows:
     def allocate(
         self, size_bytes: int, register: Callable[[int, int], str | None], used_streams: Callable[[], list[int]]
     ) -> Tensor | None:
-        """Returns uninitialised bytes in registered memory. If one rank can't, all ranks return None. Every rank of the
-        group calls this.
+        """Returns `size_bytes` uninitialised bytes of registered memory. If one rank can't, all ranks return None.
+        Every rank of the group calls this.
 
-        `register(address, size)` registers memory and returns the reason if that fails. `used_streams()` returns the
-        streams whose calls may still use memory that was freed.
+        `register(address, size)` registers memory and returns the reason if that fails, else None. `used_streams()`
+        returns the streams whose calls may still use memory that was freed.
         """
         self._collect()
         agreed = self._exchange(size_bytes)
@@ -249,7 +249,8 @@ class Windows:
         """Raises CollectiveMismatchError if offsets of `symmetric` tensors in their windows differ between ranks. Every
         rank calls this.
 
-        Tensors in `own` can have different offsets, but must be registered on all ranks or on none.
+        Tensors in `own` can have different offsets, but must be registered on all ranks or on none. `operation`: for
+        errors.
         """
         if not self._ledger.sizes:
             return
@@ -276,8 +277,8 @@ class Windows:
         """Frees the windows. A window with tensors in use is kept, and freed when another group closes or needs a
         window.
 
-        `deregistered`: whether NCCL has deregistered the windows. After an abort it hasn't, so no window is ever freed:
-        aborted kernels can still use the memory. Idempotent.
+        `deregistered`: True if NCCL has deregistered the windows. After an abort this is False, and no window is ever
+        freed: aborted kernels can still use the memory. Idempotent.
         """
         self.problem = self.problem or "the group was closed"
         is_open = vars(self).pop("_context", None) is not None  # it has process groups, which mustn't outlive the group
