@@ -1,4 +1,4 @@
-"""Runs calls of a simulated group: one process, which computes as if every rank had this rank's tensor.
+"""Runs calls of a simulated group: one process, which computes as if every rank's tensor equalled its own.
 
 Calls that need another rank's data raise UnsupportedError.
 """

@@ -298,11 +298,10 @@ class Watcher:
         payload: bytes,
         timeout_s: float,
     ) -> dict[int, bytes | None]:
-        """Sends a question to the global `ranks`. Returns the replies by rank; without replies of exited or silent
-        ranks.
+        """Sends a question to the global `ranks`. Returns the replies by rank, with None if only a rank's Python code
+        doesn't reply, and without ranks whose process doesn't run.
 
-        `topic`: a key of the peers' `answers`, or empty to find out which processes run. `payload`: argument for the
-        answering function.
+        `topic`: a key of the peers' `answers`, or empty to find out which processes run. `payload`: the question.
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""

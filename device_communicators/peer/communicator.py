@@ -1,4 +1,5 @@
-"""Collectives of small GPU tensors within one host, by kernels on GPU memory that all ranks have mapped (peer memory).
+"""Runs collectives of small GPU tensors within one host, by kernels on *peer memory*: GPU memory that all ranks have
+mapped.
 
 All kernels sum in float32 in rank order, and round once. An element's bits don't depend on the rank, kernel, size or
 position.
@@ -41,8 +42,8 @@ def _fused_norm(operation: str, kind: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 class PeerMemoryCommunicator(PartialCommunicator):
-    """Runs each collective of up to 8 ranks as one kernel launch on the current stream. Fused norms that the kernels
-    don't support run as several calls.
+    """Runs each collective of a group of up to 8 ranks as one kernel launch on the current stream. Fused norms that the
+    kernels don't support run as several calls.
     """
 
     name = "peer_memory"

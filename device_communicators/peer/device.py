@@ -1,4 +1,4 @@
-"""The interface to a rank's GPU. Tests without a GPU replace `PeerDevice`."""
+"""Defines the interface to a rank's GPU. Tests without a GPU replace `PeerDevice`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from device_communicators.routing.communicator import GroupContext
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of the driver, NCCL and torch. Measured times are valid only for equal versions."""
+    """Returns the versions of the driver, NCCL and torch, by name. Measured times are valid only for equal versions."""
     try:
         nccl = nccl_library.version_text(nccl_library.load().version)
     except nccl_library.NcclUnavailableError:
@@ -72,8 +72,8 @@ class PeerDevice:
 
 
 def start(context: GroupContext, device: PeerDevice | None = None) -> PeerDevice:
-    """Starts CUDA and returns `device`, or a new device if None. Every rank must call this. If CUDA fails on one rank,
-    all ranks raise NotSharedError.
+    """Starts CUDA. Returns `device`, or a new device if None. Every rank must call this. If CUDA fails on one rank, all
+    ranks raise NotSharedError.
     """
     found: list[PeerDevice] = [] if device is None else [device]
     run_on_all_ranks(context, "start CUDA", lambda: found.append(PeerDevice(context.device)) if not found else None)

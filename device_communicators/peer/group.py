@@ -85,8 +85,8 @@ class PeerGroup:
 
     @classmethod
     def set_up(cls, context: GroupContext, device: PeerDevice, thresholds: Thresholds | None = None) -> PeerGroup:
-        """Creates the group and tests its kernels. Every rank must call this. If a step fails on one rank, all raise
-        NotSharedError.
+        """Creates the group and tests its kernels. Every rank must call this. If a step fails on one rank, all ranks
+        raise NotSharedError. `thresholds`: largest message for each kernel; default: from measurements.
         """
         started = time.monotonic()
         is_auto = thresholds is None and settings.PEER_MEMORY.get() == "auto"
@@ -114,8 +114,8 @@ class PeerGroup:
         return max(1, min(kernels.resident_blocks(name, MAX_THREADS) for name in KERNELS) // sharers)
 
     def prove(self) -> None:
-        """Runs each kernel once. Raises NotSharedError for wrong results, after all calls, because each needs all
-        ranks.
+        """Runs each kernel once. Raises NotSharedError for wrong results, but only after the last kernel, because each
+        kernel needs all ranks.
         """
         timeout_s = min(_PROOF_S, self.context.timeout_s / 2)
         # Before the kernels' own deadline. `run_on_all_ranks` may time out after 0.75 of the timeout.
@@ -205,7 +205,9 @@ class PeerGroup:
         self.memory.leak()
 
     def _is_done(self, timeout_s: float) -> bool:
-        """Waits until the device has finished all calls. After `timeout_s`, aborts them and returns False."""
+        """Waits until the device has finished all calls. Returns True, or after `timeout_s` aborts the calls and
+        returns False.
+        """
         if self._order.last is None:
             return True
         with contextlib.suppress(RuntimeError):  # the CUDA context is lost, most likely by a kernel's trap
@@ -266,7 +268,7 @@ class PeerGroup:
     # Tensors: contiguous, on the group's device, aligned to 16 bytes. `how`: push, pull; two_shot for all_reduce.
 
     def all_reduce(self, out: Tensor, x: Tensor, how: str) -> None:
-        """Writes the sum of all ranks' `x` to `out`, which may be `x`, by the algorithm `how`."""
+        """Writes the sum of all ranks' `x` to `out`, which may be `x`. `how`: the algorithm."""
         self._launch(("all_reduce", how, x.dtype, x.numel(), 0), x, out)
 
     def all_gather(self, out: Tensor, x: Tensor, how: str) -> None:
@@ -288,9 +290,10 @@ class PeerGroup:
     def norm(
         self, kind: str, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Returns the normed tensor and the sum of all ranks' `x` and `residual`.
+        """Returns the normed tensor, and the unnormed sum of `residual` and all ranks' `x`.
 
-        `kind`: "", "_static_fp8" (needs `scale`), or "_token_fp8": then returns the normed tensor, its scales, the sum.
+        `kind`: "", or for fp8 output "_static_fp8" (needs `scale`) or "_token_fp8", which returns the normed tensor,
+        its scales, and the sum.
         """
         if self._words[_REPORT] or self._words[_ABORT]:
             raise self._failed(f"{_NORM}{kind}_{DTYPES[x.dtype]}")

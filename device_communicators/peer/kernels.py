@@ -64,12 +64,13 @@ OPERATIONS = {name: number for number, name in enumerate(KERNELS)}
 
 class Launcher(Protocol):
     def launch(self, name: str, blocks: int, threads: int, call: Call, stream: int) -> None:
-        """Launches a kernel with a copy of `call`. The launcher's device must be current. CUDA graphs can capture the
-        launch. Raises KernelError.
+        """Launches the kernel `name` with a copy of `call`, its argument. The launcher's device must be current. CUDA
+        graphs can capture the launch. Raises KernelError.
         """
 
     def resident_blocks(self, name: str, threads: int) -> int:
-        """Returns the maximum number of blocks of a launch: all must run at the same time, because they wait for peers.
+        """Returns the maximum number of blocks of a launch of the kernel `name`: all must run at the same time, because
+        they wait for peers.
 
         Uses at most half the multiprocessors. Otherwise two launches could each get a part of the GPU and deadlock.
         """
@@ -108,8 +109,8 @@ _BYTES = {"push": 8, "pull": 16, "two_shot": 16}
 
 
 def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
-    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `nbytes`: of
-    the message. `size`: number of ranks. `limit`: the minimum `resident_blocks` of all ranks.
+    """Returns the number of blocks (0: launch nothing) and of threads per block for the algorithm `how`. `nbytes`:
+    message size. `size`: number of ranks. `limit`: the minimum `resident_blocks` of all ranks.
     """
     shards = size if how == "two_shot" else 1  # the threads of a block sum one shard of the bytes that it stages
     each = min(_BYTES[how] * THREADS[how] * shards, STAGE_BYTES)
@@ -118,7 +119,7 @@ def grid(how: str, nbytes: int, size: int, limit: int) -> tuple[int, int]:
 
 def norm_grid(row_bytes: int, rows: int, limit: int) -> tuple[int, int]:
     """Returns the number of blocks and of threads per block for a fused norm. Returns 0 blocks if one row needs more
-    than `limit` blocks. `limit`: see `grid`.
+    than `limit` blocks. `limit`: as in `grid`.
     """
     members = -(-row_bytes // (8 * PART_PACKETS))
     if members == 0:
@@ -152,8 +153,8 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) -> Any:
-    """Returns NVRTC options that make unmarked functions device functions. Otherwise NVRTC before 13.3 rejects device
-    calls in a generic lambda. `core`: the module cuda.core.
+    """Returns NVRTC options for `arch`, such as "sm_90". They make unmarked functions device functions. Otherwise NVRTC
+    before 13.3 rejects device calls in a generic lambda. `core`: the module cuda.core. `more`: further options.
     """
     return core.ProgramOptions(
         name=_UNIT, arch=arch, std=_STANDARD, include_path=str(sources), device_as_default_execution_space=True, **more
@@ -161,7 +162,9 @@ def program_options(core: Any, arch: str, sources: Path = SOURCES, **more: Any) 
 
 
 def compile_kernels(arch: str, sources: Path = SOURCES, log: io.StringIO | None = None) -> bytes:
-    """Returns the kernels as a cubin for `arch`, such as "sm_90". `log` receives the assembler's report."""
+    """Compiles the kernels to a cubin for `arch`, such as "sm_90", and returns it. `log` receives the assembler's
+    report.
+    """
     nvrtc_version()  # raises a clearer error if the library is missing
     core, _ = _packages()
     try:
@@ -260,8 +263,8 @@ class LaunchConfig(ctypes.Structure):
 class _Prepared(threading.local):
     """A thread's buffers for launches. Each thread needs its own, because launches release the GIL.
 
-    Also sets the CUDA context of a thread that has none. torch.cuda.set_device doesn't do this for the current device
-    (pytorch #152667, triton #3729).
+    The constructor also sets the CUDA context of a thread that has none. torch.cuda.set_device doesn't do this for the
+    current device (pytorch #152667, triton #3729).
     """
 
     def __init__(self, driver: _Driver, context: c_void_p) -> None:
@@ -273,7 +276,7 @@ class _Prepared(threading.local):
 
 
 class PeerKernels:
-    """The loaded kernels of one device. They are never unloaded, because CUDA graphs can still use them."""
+    """The loaded kernels of one device. Kernels are never unloaded, because CUDA graphs can still use them."""
 
     def __init__(self, driver: _Driver, device: int) -> None:
         self._driver = driver

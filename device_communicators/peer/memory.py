@@ -39,11 +39,11 @@ class Sharing(Protocol):
     def map(self, offers: Sequence[Any]) -> Sequence[int]: ...
 
     def close(self) -> None:
-        """Releases the memory. Idempotent."""
+        """Releases this rank's memory and mappings. Idempotent."""
 
 
 class SharingMethod(Protocol):
-    """Allocates zeroed memory on this rank's device, which other ranks can map."""
+    """Allocates zeroed memory on this rank's device that other ranks can map."""
 
     @property
     def name(self) -> str: ...
@@ -52,8 +52,8 @@ class SharingMethod(Protocol):
 
 
 class SymmetricSharing:
-    """Allocates GPU memory by CUDA's virtual memory API. Ranks exchange file descriptors or fabric handles over the CPU
-    group's store.
+    """Allocates GPU memory by torch's symmetric memory, which uses CUDA's virtual memory API. Ranks exchange file
+    descriptors or fabric handles over the CPU group's store.
     """
 
     name = "torch symmetric memory"
@@ -104,8 +104,8 @@ class IpcSharing:
         _zero(self._tensor)
 
     def offer(self) -> list[list[Any] | None]:
-        """Returns a handle of this rank's memory for each peer, and None for this rank. torch's reference count allows
-        one receiver per handle.
+        """Returns a handle of this rank's memory for each peer, by rank, and None for this rank. torch's reference
+        count allows one receiver per handle.
         """
         storage: Any = self._tensor.untyped_storage() if self._tensor is not None else None
         return [
@@ -150,7 +150,7 @@ def _zero(tensor: torch.Tensor) -> None:
 
 
 class PeerMemory:
-    """`addresses[r]` is the address of rank r's region in this process."""
+    """Memory that all ranks share. `addresses[r]` is the address of rank r's region in this process."""
 
     def __init__(self, sharing: Sharing, addresses: Sequence[int], size_bytes: int, how: str) -> None:
         self.addresses = tuple(addresses)
@@ -183,8 +183,8 @@ def release(what: object) -> None:
 
 
 def share(context: GroupContext, size_bytes: int, ways: Sequence[SharingMethod]) -> PeerMemory:
-    """Shares memory by the first of `ways` that works on all ranks. Every rank must pass the same arguments. If no way
-    works, all ranks raise NotSharedError.
+    """Shares `size_bytes` of each rank's GPU memory by the first of `ways` that works on all ranks. Every rank must
+    pass the same arguments. If no way works, all ranks raise NotSharedError.
     """
     reasons = []
     for way in ways:
@@ -222,8 +222,8 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
 
 
 def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """Runs `step` and returns all ranks' results, which must be JSON data. Every rank calls this. If `step` raises on
-    one rank, all ranks raise. `what` names the step.
+    """Runs `step` on every rank, each of which calls this. Returns all ranks' results by rank; these must be JSON data.
+    If `step` raises on one rank, all ranks raise. `what` names the step in errors.
     """
     outcome: dict[str, Any] = {}
     try:

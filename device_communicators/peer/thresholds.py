@@ -50,7 +50,7 @@ class Conditions:
 class Thresholds(Conditions):
     """Largest message in bytes for each all_reduce algorithm and other operation of the peer-memory kernels; 0: none.
     Valid under the base class's conditions. `own_nccl`: True if this library's NCCL communicators were faster than
-    torch's. `proven_calls`: test calls that returned correct results.
+    torch's. `proven_calls`: test calls that returned correct results. `source`: who measured.
     """
 
     push: Count
@@ -98,7 +98,7 @@ class _File(msgspec.Struct):
 
 
 def load(path: Path | None = None) -> Table:
-    """Loads the table at `path`, or else at PARALLEL_STATE_PEER_MEMORY_TABLE. If neither is given, loads the user's
+    """Loads the table at `path`, by default at PARALLEL_STATE_PEER_MEMORY_TABLE. If neither is given, loads the user's
     table without rows that were measured on shared GPUs.
     """
     named = settings.PEER_MEMORY_TABLE.get()
@@ -171,8 +171,8 @@ def auto_refusal(conditions: Conditions | None, setting: str) -> str:
 
 
 def local_refusal(context: GroupContext, setting: str) -> str | None:
-    """Returns why this rank's GPU has no measured thresholds, or None if it has. `setting`: name of the setting whose
-    value `auto` needs them.
+    """Returns None if the table has measured thresholds for this rank's GPU, else the reason. `setting`: name of the
+    setting whose value `auto` needs them.
     """
     try:
         rows = [row for row in load().rows if _counts(row) and row.world_size == context.size]
@@ -183,8 +183,8 @@ def local_refusal(context: GroupContext, setting: str) -> str | None:
 
 
 def agreed_row(context: GroupContext, setting: str) -> Thresholds | str:
-    """Returns the measured thresholds for the group's hardware and software, or the reason why there are none. The
-    reason names `setting`. Every rank must call this.
+    """Returns the measured thresholds for the group's hardware and software, or text: why there are none. `setting`:
+    name of the setting in that text. Every rank must call this.
     """
     table, arch, here = load(), arch_of(context.device), versions()
     facts = exchange_facts(context, {"arch": arch, "table": table.digest, **here}, "measured rows")

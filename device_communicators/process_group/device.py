@@ -28,8 +28,8 @@ class DeviceGroupCommunicator(PlainProcessGroup):
         return f"torch.distributed over {self.context.device_group.name()}, for {self.context.device.type} tensors"
 
     def connect(self, peer: int) -> None:
-        """Exchanges a byte with `peer`, because torch creates the NCCL communicator of two ranks at their first
-        transfer.
+        """Exchanges a byte with the group's rank `peer`, because torch creates the NCCL communicator of two ranks at
+        their first transfer. Both ranks must call this.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self.context.device)
         steps = [self.send, self.recv] if self.context.rank < peer else [self.recv, self.send]
@@ -45,7 +45,7 @@ class DeviceGroupCommunicator(PlainProcessGroup):
 
 
 class FakeGroupCommunicator(PlainProcessGroup):
-    """Calls over torch's `fake` backend complete at once and exchange no data."""
+    """Calls torch's `fake` backend, whose calls complete at once and exchange no data."""
 
     name = "fake"
 

@@ -1,6 +1,6 @@
 """Runs calls on CPU tensors over gloo, if no better communicator supports them.
 
-gloo doesn't check that ranks are in the same call. Ranks compare their calls in debug mode only.
+gloo doesn't check that all ranks make the same call. Only in debug mode do ranks compare their calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TURNS: dict[str, threading.Lock] = {}
 
 
 class ProcessGroupCommunicator(PlainProcessGroup):
-    """Runs calls over gloo. A started collective is complete when its start returns."""
+    """Runs calls over gloo. A started collective is complete when the method that starts it returns."""
 
     name = "process_group"
     tells_sending = True
@@ -50,8 +50,8 @@ class ProcessGroupCommunicator(PlainProcessGroup):
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """Locks the process group during a collective; raises UsageError if it is locked. Groups of the same ranks can
-        share a process group, and gloo matches calls by their order.
+        """Locks the gloo process group for a collective; raises UsageError if another collective holds the lock. Groups
+        of the same ranks can share a process group, and gloo matches calls by their order. `method`: name in the error.
         """
         turn = _TURNS.setdefault(self.context.cpu_group.group_name, threading.Lock())
         if not turn.acquire(blocking=False):
@@ -104,8 +104,8 @@ class ProcessGroupCommunicator(PlainProcessGroup):
         return blocks
 
     def _reduced_slice(self, flat: Tensor, lengths: list[int], reduce_op: str) -> Tensor:
-        """Reduces all ranks' `flat` in rank order, and returns this rank's slice. `lengths[r]`: length of rank r's
-        slice.
+        """Reduces all ranks' `flat` in rank order. Returns this rank's slice of the result. `lengths[r]`: length of
+        rank r's slice.
         """
         size, mine = self.context.size, lengths[self.context.rank]
         blocks = flat.new_empty((size, mine))

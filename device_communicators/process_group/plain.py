@@ -1,9 +1,9 @@
 """Runs operations over torch.distributed process groups (gloo, NCCL, or any backend).
 
-Tensors of the group's device use its device group; CPU tensors use its gloo group. Operations that only move data send
+Tensors on the group's device use its device group; CPU tensors use its gloo group. Operations that only move data send
 bytes, and so support every dtype. Reductions convert dtypes that no backend supports to wider dtypes.
 
-Blocking calls set `asyncOp` to False. With its default, True, NCCL would run them on a stream of torch's own.
+Blocking calls set `asyncOp` to False. With the default, True, NCCL would run them on a stream of torch's own.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Chooses the communicator that runs a call, waits for the call, records it, and turns failures into errors."""
+"""Chooses the communicator that runs a call, waits for the call, records it, and turns its failure into an error."""

@@ -1,4 +1,4 @@
-"""The interface of communicators.
+"""Defines the interface of communicators: each moves a group's data in one way, such as NCCL.
 
 A subclass implements the `flat_*` operations: their tensors are contiguous, and the ranks' blocks lie along dim 0. The
 other operations are inherited; they accept any strides and return new contiguous tensors. Rank arguments are ranks in
@@ -34,7 +34,7 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 
 class Request(NamedTuple):
-    """Describes a call. Equal on all ranks, so that all choose the same communicator."""
+    """Describes a call to the communicators. Equal on all ranks, so that all ranks choose the same communicator."""
 
     operation: str
     dtype: torch.dtype | None
@@ -100,17 +100,19 @@ class GroupContext(GroupMember):
 
     @property
     def key(self) -> str:
-        """Returns the group's name and size. Ops get this as an argument, because compiled code depends on the size."""
+        """Returns the group's name and size. Torch ops get this as an argument, because compiled code depends on the
+        size.
+        """
         return f"{self.name}/{self.size}"
 
     @property
     def ranked_key(self) -> str:
-        """Returns `key` and this rank, for ops whose compiled code depends on the rank."""
+        """Returns `key` and this rank, for torch ops whose compiled code depends on the rank."""
         return f"{self.key}@{self.rank}"
 
     @property
     def label(self) -> str:
-        """Returns a text that is equal on all ranks and differs between groups with the same ranks."""
+        """Returns a text that is equal on all ranks of the group, and differs from other groups with the same ranks."""
         return f"{self.channel}/{self.given}" if self.given else str(self.channel)
 
     @property
@@ -121,7 +123,9 @@ class GroupContext(GroupMember):
         return [] if self.watcher is None else self.watcher.deaths_of(self.failure_ranks)
 
     def gather(self, record: bytes, operation: str) -> list[bytes]:
-        """Returns every rank's `record`. Every rank must call this with the same `operation`."""
+        """All-gathers `record`. Returns the records by rank. Every rank must call this with the same `operation`, a
+        name.
+        """
         return (self.watcher or Watcher()).gather(
             f"{self.label}/{operation}",
             self.ranks,
@@ -135,7 +139,9 @@ class GroupContext(GroupMember):
         )
 
     def agree_on(self, method: str, problem: str) -> None:
-        """Raises UsageError on all ranks if any rank's `problem` isn't empty. Every rank calls this."""
+        """Raises UsageError on all ranks if `problem` isn't empty on any rank. Every rank calls this. `method`: name in
+        the error.
+        """
         texts = self.gather(problem.encode(), method)
         found = [f"global rank {self.ranks[at]} has {text.decode()}" for at, text in enumerate(texts) if text]
         if found:
@@ -144,8 +150,8 @@ class GroupContext(GroupMember):
             )
 
     def check_cpu_group(self, what: str) -> None:
-        """Raises GroupNotInitializedError if a group of more than two ranks hasn't created its gloo group yet. `what`
-        names the call that needs the gloo group.
+        """Raises GroupNotInitializedError if a group of more than two ranks hasn't created its gloo group yet. `what`:
+        the call that needs the gloo group, for the error.
         """
         if self.size > 2 and not getattr(self.make_cpu_group, "made", True):
             raise GroupNotInitializedError(
@@ -154,9 +160,8 @@ class GroupContext(GroupMember):
             )
 
     def tag(self, kind: int) -> int:
-        """Returns the tag of transfers of `kind`: 0 tensors, 1 messages, 3 NCCL's set-up.
-
-        Groups that share a process group have different tags.
+        """Returns a number that marks transfers of one `kind`: 0 tensors, 1 messages, 3 NCCL's set-up. Groups that
+        share a process group have different tags.
         """
         return 4 * self.channel + kind
 
@@ -165,9 +170,10 @@ class GroupContext(GroupMember):
 
 
 class Communicator(ABC):
-    """Moves the bytes of a group in one way, for example over gloo, NCCL or shared memory.
+    """Moves the data of a group in one way, for example over gloo, NCCL or shared memory. `src`, `dst` and `peer` are
+    ranks in the group.
 
-    Thread safety: the group's route begins a collective only after the previous one has returned. Threads can call
+    Thread safety: the group's `Route` begins a collective only after the previous one has returned. Threads can call
     send, recv, isend and irecv_ at the same time, and beside a collective. `abandon` is called while other threads are
     in calls.
     """
@@ -188,14 +194,14 @@ class Communicator(ABC):
         self.context = context
 
     def admit(self) -> str | None:
-        """Creates the resources that all ranks must create together. If this fails on any rank, every rank frees its
-        resources and returns the reason.
+        """Creates the resources that all ranks must create together; every rank calls this. Returns None. If a rank
+        fails, every rank frees its resources and returns the reason.
         """
         return None
 
     @abstractmethod
     def refusal(self, request: Request) -> str | None:
-        """Returns the reason why `request` is unsupported, or None. The result must be equal on all ranks."""
+        """Returns None if `request` is supported, else the reason. The result must be equal on all ranks."""
 
     def set_up(self, *, divisible: bool = False) -> None:
         """Creates the resources that the first call needs and, if `divisible`, those that `divide` needs. Every rank
@@ -203,8 +209,8 @@ class Communicator(ABC):
         """
 
     def divide(self, part: Communicator | None, color: int) -> None:
-        """Splits resources off for `part`, this rank's communicator of a sub-group; None if this rank is in no
-        sub-group. `color` is as in MPI_Comm_split. Every rank calls this after `set_up`.
+        """Gives a part of this communicator's resources to `part`, this rank's communicator of a sub-group; None if
+        this rank is in no sub-group. `color` is as in MPI_Comm_split. Every rank calls this after `set_up`.
         """
 
     def suspend(self) -> None:
@@ -214,7 +220,7 @@ class Communicator(ABC):
         """Allocates the memory that `suspend` freed. Does nothing if `suspend` wasn't called."""
 
     def connect(self, peer: int) -> None:
-        """Prepares transfers with `peer`, which must call this, too."""
+        """Prepares transfers with the group's rank `peer`, which must call this, too."""
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -226,19 +232,21 @@ class Communicator(ABC):
         return False
 
     def allocate(self, size_bytes: int) -> Tensor | None:
-        """Returns uninitialised bytes in memory that peers can access, or None on all ranks if one has no such memory.
-        Every rank calls this.
+        """Returns `size_bytes` uninitialised bytes in memory that peers can access, or None on all ranks if one rank
+        can't. Every rank calls this.
         """
         raise UnsupportedError(f"the communicator {self.name!r} can't allocate tensors for {self.context}")
 
     def turn(self, method: str) -> AbstractContextManager[object]:
-        """Returns a context for one collective. In it, a conflicting collective of another thread raises UsageError."""
+        """Returns a context for one collective, `method`. In the context, a conflicting collective of another thread
+        raises UsageError.
+        """
         return nullcontext()
 
     @property
     def op_server(self) -> NativeGroup | None:
-        """Returns the group's C++ collectives, or None. If this communicator is the route's first, compiled ops call
-        these collectives directly.
+        """Returns the group's C++ collectives, or None if there are none. If this communicator is the group's preferred
+        one, compiled torch ops call these collectives directly.
         """
         return None
 
@@ -256,14 +264,16 @@ class Communicator(ABC):
         return out
 
     def all_reduce_(self, x: Tensor, reduce_op: str) -> None:
-        """Reduces `x`, which can have any strides, in place."""
+        """Reduces all ranks' `x`, which can have any strides, in place."""
         with _contiguous(x) as flat:
             self.flat_all_reduce_(flat, reduce_op)
 
     # `out` is contiguous and new. If all dims before `dim` have length 1, no copy is needed.
 
     def all_gather(self, x: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
-        """Concatenates the ranks' `[…, d, …]` to `[…, size · d, …]` along `dim`. 0-d tensors become `[size]`."""
+        """Concatenates the ranks' `[…, d, …]` along `dim`: returns `[…, size · d, …]` or `[size]` for 0-d tensors.
+        Writes to `out` if given.
+        """
         out = new_gathered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_all_gather(out.view(self.context.size, *x.shape), x.contiguous())
@@ -280,7 +290,7 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
-        """Reduces `[…, size · d, …]` over the ranks and returns this rank's slice `[…, d, …]`."""
+        """Reduces the ranks' `[…, size · d, …]`. Returns this rank's slice `[…, d, …]` along `dim`, in `out` if given."""
         out = new_scattered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
@@ -291,7 +301,7 @@ class Communicator(ABC):
         return out
 
     def reduce_scatterv(self, x: Tensor, dim: int, sizes: Sequence[int], reduce_op: str) -> Tensor:
-        """Reduces over the ranks and returns this rank's slice of `dim`. Rank r's slice has length `sizes[r]`."""
+        """Reduces the ranks' `x`. Returns this rank's slice along `dim`. Rank r's slice has length `sizes[r]`."""
         rows = x.movedim(dim, 0).contiguous()
         size, mine = self.context.size, sizes[self.context.rank]
         slices = x.new_empty((size * mine, *rows.shape[1:]))
@@ -300,14 +310,18 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def gather(self, x: Tensor, dim: int, dst: int) -> Tensor:
-        """Returns the concatenated tensors on rank `dst`, and an empty tensor on other ranks."""
+        """Concatenates the ranks' `x` along `dim`. Returns the result on rank `dst`, and an empty tensor on other
+        ranks.
+        """
         is_dst = self.context.rank == dst
         out = x.new_empty((self.context.size, *x.shape)) if is_dst else None
         self.flat_gather(out, x.contiguous(), dst)
         return x.new_empty(0) if out is None else merge_blocks(out, dim, x.dim())
 
     def scatter(self, x: Tensor | None, out: Tensor, dim: int, src: int) -> None:
-        """Splits rank `src`'s `[…, size · d, …]` along `dim` and writes slice r to rank r's contiguous `out`."""
+        """Splits rank `src`'s `x`, `[…, size · d, …]`, along `dim`. Writes slice r to rank r's contiguous `out`. Other
+        ranks pass None as `x`.
+        """
         blocks = None
         if x is not None:
             slices = (self.context.size, x.shape[dim] // self.context.size)
@@ -317,7 +331,9 @@ class Communicator(ABC):
     def all_to_all(
         self, x: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], out: Tensor | None = None
     ) -> Tensor:
-        """Sends `input_splits[r]` rows of `x` to each rank r and receives `output_splits[r]` rows from rank r."""
+        """Sends `input_splits[r]` rows of `x` to each rank r. Returns the `output_splits[r]` rows received from each
+        rank r, in `out` if given.
+        """
         out = x.new_empty((sum(output_splits), *x.shape[1:])) if out is None else out
         self.flat_all_to_all(out, x.contiguous(), list(output_splits), list(input_splits))
         return out
@@ -332,12 +348,14 @@ class Communicator(ABC):
             self.flat_broadcast_(flat, src)
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], peer: int) -> None:
-        """Runs `operation` (send, recv or broadcast_) with the rank `peer` for each tensor."""
+        """Runs `operation` (send, recv or broadcast_) for each tensor. `peer`: the other rank, or the broadcast's
+        source.
+        """
         for each in tensors:
             getattr(self, operation)(each, peer)
 
     def send(self, x: Tensor, dst: int) -> None:
-        """Sends `x`, and returns when the caller can change `x`."""
+        """Sends `x` to rank `dst` of the group. Returns once the caller can change `x`."""
         self.isend(x.contiguous(), dst, self.context.tag(0)).wait()
 
     def recv(self, out: Tensor, src: int) -> None:
@@ -348,15 +366,15 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_all_gather(self, out: Tensor, x: Tensor) -> None:
-        """Writes rank r's `x` to `out[r]`; `out` has the shape `[size, *x.shape]`."""
+        """Writes rank r's `x` to `out[r]` on all ranks; `out` has the shape `[size, *x.shape]`."""
 
     @abstractmethod
     def flat_all_gatherv(self, outs: Sequence[Tensor], x: Tensor) -> None:
-        """Writes rank r's `x` to `outs[r]`, which is contiguous."""
+        """Writes rank r's `x` to `outs[r]`, which is contiguous, on all ranks."""
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """Reduces `x`, of shape `[size · out.shape[0], *out.shape[1:]]`, and writes this rank's slice to `out`."""
+        """Reduces the ranks' `x`, of shape `[size · out.shape[0], *out.shape[1:]]`. Writes this rank's slice to `out`."""
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
@@ -371,15 +389,17 @@ class Communicator(ABC):
 
     @abstractmethod
     def ibroadcast_(self, x: Tensor, src: int) -> Work:
-        """Starts a broadcast of rank `src`'s `x`. The caller keeps `x` alive until the returned work is done."""
+        """Starts a broadcast of rank `src`'s `x` into other ranks' `x`. The caller keeps `x` alive until the returned
+        work is done.
+        """
 
     def flat_broadcast_(self, x: Tensor, src: int) -> None:
         self.ibroadcast_(x, src).wait()
 
     @abstractmethod
     def isend(self, x: Tensor, dst: int, tag: int) -> Work:
-        """Starts to send `x`, which must not change until the returned work is done. gloo matches tags; NCCL ignores
-        them.
+        """Starts to send `x` to rank `dst` of the group; `x` must not change until the returned work is done. gloo
+        matches tags; NCCL ignores them.
         """
 
     @abstractmethod
@@ -456,8 +476,8 @@ def method_of(communicator: Communicator, operation: str) -> Callable[..., Any]:
 
 
 def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
-    """Reduces the blocks in rank order. The result is bitwise that of cpu/csrc/reduce.h: 16-bit and 8-bit floats are
-    accumulated in float32.
+    """Reduces over dim 0 of `blocks`, the ranks' tensors, in rank order. The result is bitwise that of
+    cpu/csrc/reduce.h: 16-bit and 8-bit floats are accumulated in float32.
     """
     dtype = blocks.dtype
     wide = blocks.float() if dtype.is_floating_point and dtype.itemsize < 4 else blocks
@@ -472,7 +492,9 @@ def reduce_in_rank_order(blocks: Tensor, reduce_op: str) -> Tensor:
 
 
 def merge_blocks(blocks: Tensor, dim: int, x_dim: int) -> Tensor:
-    """Concatenates `blocks[0]`, `blocks[1]`, … along `dim`. If these are 0-d (`x_dim` is 0), returns `blocks`."""
+    """Concatenates `blocks[0]`, `blocks[1]`, … along `dim`. `x_dim`: the blocks' number of dims; for 0, returns
+    `blocks`.
+    """
     if x_dim == 0:
         return blocks
     if dim == 0:
@@ -499,7 +521,7 @@ def _lacking(operation: str) -> Any:
 
 
 class PartialCommunicator(Communicator):
-    """Supports only some operations. Each operation that isn't overridden raises UnsupportedError."""
+    """Supports only some operations. Each operation that a subclass doesn't override raises UnsupportedError."""
 
     flat_all_gather = _lacking("all_gather")
     flat_all_gatherv = _lacking("all_gatherv")

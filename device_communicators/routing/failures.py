@@ -44,7 +44,7 @@ def note_error(error: CommunicationError) -> None:
 
 @host_call(OUTSIDE)
 def error_of(exception: BaseException | None) -> ParallelStateError | None:
-    """Returns the error of this library that caused `exception`, or None. Sends nothing.
+    """Returns the error of this library that caused `exception`, or None. Doesn't communicate.
 
     Also finds errors of the backend "parallel_state" that torch's autograd replaced by DistBackendErrors.
     """
@@ -80,8 +80,8 @@ _TRANSPORTS = ("gloo", "nccl", "timed out", "timeout", "connection", "connect", 
 
 
 def is_of_transport(error: Exception) -> bool:
-    """Returns whether torch's transport raised `error`. If not, this rank caused the failure, and peers needn't be
-    asked.
+    """Returns True if torch's transport (gloo or NCCL) raised `error`. Otherwise this rank caused the failure, and
+    peers needn't be asked.
     """
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in _TRANSPORTS)
@@ -95,7 +95,7 @@ def died(context: GroupContext, operation: str, started: float) -> Communication
 
 @contextmanager
 def counted_from_begin() -> Iterator[None]:
-    """Sets `elapsed_s` of communication errors to the time since the block's start."""
+    """In the with-block, sets `elapsed_s` of raised communication errors to the time since the block's start."""
     started = time.monotonic()
     try:
         yield
@@ -115,7 +115,9 @@ def failed_earlier(context: GroupContext, first: CommunicationError) -> GroupFai
 
 
 def all_died(context: GroupContext, operation: str, started: float, failure: CommunicationError) -> CommunicationError:
-    """Returns an error that names all dead ranks, or `failure` if it already names them or no rank died."""
+    """Returns an error that names all dead ranks. Returns `failure` if it already names them or no rank died.
+    `started`: the call's monotonic start time.
+    """
     watcher = context.watcher
     if watcher is None:
         return failure
@@ -127,7 +129,7 @@ def all_died(context: GroupContext, operation: str, started: float, failure: Com
 
 
 def blame_the_dead(watcher: Watcher, failure: CommunicationError) -> None:
-    """Sets the world's dead ranks as the suspects of `failure`, and names them in the text."""
+    """Sets the world's dead ranks as the suspects of `failure`, and names these ranks in its text."""
     deaths = watcher.deaths()
     if deaths:
         failure.args = (f"{failure.args[0]}. Of the world, {describe_deaths(deaths)}",)

@@ -29,17 +29,17 @@ _NEXT_INDEX: dict[str, int] = {}
 
 
 def routes() -> list[Route]:
-    """Returns the routes of all groups except closed and simulated groups, and groups of one rank."""
+    """Returns the `Route` of each group, except closed and simulated groups, and groups of one rank."""
     found = sorted({id(route): route for route in _ROUTES.values()}.values(), key=lambda route: route.context.name)
     return [route for route in found if route.context.size > 1 and not route.context.simulated and not route.closed]
 
 
 @host_call(OUTSIDE)
 def on_operation(hook: Callable[[observers.OperationEvent], object]) -> Callable[[], None]:
-    """Calls `hook(event)` after each operation of this rank's groups. Returns a function that removes the hook.
+    """Calls `hook(event)` after each operation of this process's groups. Returns a function that removes the hook.
 
-    All operations then run in Python instead of C++. A started operation is reported when the program waits for it.
-    Exceptions of hooks are logged.
+    While there is a hook, all operations run in Python instead of C++. A started operation is reported when the program
+    waits for it. Exceptions of hooks are logged.
     """
     return _add(hook, observers.ON_OPERATION, _serve_ops)
 
@@ -73,8 +73,8 @@ def _serve_ops() -> None:
 
 @host_call(OUTSIDE)
 def write_record(folder: str | os.PathLike[str]) -> Path | None:
-    """Writes the groups' last operations to a file in `folder`, for `python -m parallel_state debug`, and returns the
-    path.
+    """Writes this rank's last operations to a file in `folder`, for `python -m parallel_state debug`. Returns the
+    file's path.
 
     Returns None if there is no group, or if writing fails, which is logged. Thread-safe.
     """
@@ -109,7 +109,7 @@ observers.ON_FAILURE.append(_record_failure)
 
 
 def _leave_to_parent() -> bool:
-    """In a forked child, marks inherited routes as unusable without freeing their resources. Returns whether there are
+    """In a forked child, marks inherited groups as unusable without freeing their resources. Returns True if there are
     any.
     """
     inherited = [route for route in _ROUTES.values() if not route.closed and not route.context.simulated]
@@ -119,7 +119,7 @@ def _leave_to_parent() -> bool:
 
 
 def register_route(route: Route) -> None:
-    """Makes `find_route` find the route, and ops use it. The caller must keep the route alive."""
+    """Makes `find_route` and torch ops find the route by the group's key. The caller must keep the route alive."""
     forks.watch(_leave_to_parent)
     if settings.METRICS.get() and not METERS.is_on:
         measure(True)
@@ -142,8 +142,8 @@ def unique_name(stem: str) -> str:
 
 
 def find_route(key: str) -> Route:
-    """Returns the route of the group `key`. Raises GroupDestroyedError if the group was destroyed, and
-    GroupNotInitializedError if there was never one.
+    """Returns the route of the group `key` (name and size). Raises GroupDestroyedError if the group was destroyed, and
+    GroupNotInitializedError if it never existed.
     """
     route = _ROUTES.get(key)
     if route is None or route.closed or route.first_failure is not None:

@@ -1,6 +1,6 @@
 """Compares all ranks' calls after a wait has failed, to name missing ranks, or ranks in different calls.
 
-A timeout closes gloo's connections, which fails the waits of all ranks. Each rank then describes its call to its peers
+A timeout closes gloo's connections, so the waits of all ranks fail. Each rank then sends its peers a report of its call
 over the control plane.
 """
 
@@ -33,7 +33,7 @@ _MOST_REPORTS = 64
 
 @dataclass(frozen=True)
 class Call:
-    """A call as ranks compare it."""
+    """A call as ranks compare it: by `key`. `text` describes the call in errors."""
 
     text: str = field(compare=False)
     key: int | str
@@ -48,7 +48,7 @@ def _call_of(operation: Operation) -> Call:
 
 @dataclass(frozen=True)
 class Report:
-    """The call in which a group failed on one rank, sent to peers to find the cause."""
+    """The call in which a group failed on one rank, sent to peers to find the cause. `sequence`: the call's number."""
 
     sequence: int
     call: Call
@@ -65,8 +65,8 @@ class Report:
 def explained(
     context: GroupContext, operation: Operation, failure: CommunicationError, before: Operation | None = None
 ) -> CommunicationError:
-    """Returns an error that names missing ranks or ranks in different calls, or `failure` if none are found. `before`
-    is the group's previous call.
+    """Exchanges reports with peers. Returns an error that names missing ranks or ranks in different calls, or `failure`
+    if there are none. `operation`: the failed call. `before`: the group's previous call.
     """
     status = _status_of(context)
     if status is None:
@@ -79,7 +79,7 @@ def explained(
 
 
 def publish(context: GroupContext, operation: Operation) -> None:
-    """Sends a report of this rank's call to its peers after a mismatch, without waiting for replies."""
+    """Sends a report of this rank's call to its peers after a mismatch. Doesn't wait for theirs."""
     status = _status_of(context)
     if status is not None:
         status.publish(group_key(context), _peers_to_ask(context), Report.of(operation))
@@ -134,9 +134,10 @@ def _watchers_verdict(context: GroupContext, failure: CommunicationError, missin
 
 
 def _completed_on_some(reports: dict[int, Report]) -> tuple[Report, list[int]] | None:
-    """Returns the report of ranks that are still in a call, and the ranks that have completed this call.
+    """Finds a call that only some ranks have completed. Returns the report of ranks that are still in this call, and
+    the other ranks. `reports`: by rank in the group.
 
-    Returns None if no rank has completed it, or if ranks made different calls.
+    Returns None if no rank has completed the call, or if ranks made different calls.
     """
     first = min(reports.values(), key=lambda report: report.sequence)
     completed = [rank for rank, report in sorted(reports.items()) if report != first]
@@ -153,8 +154,8 @@ def _verdict(
     failure: CommunicationError,
     missing: Sequence[int],
 ) -> CommunicationError:
-    """Returns an error that explains `failure` by the ranks' reports. `reports` has ranks in the group as keys.
-    `missing` lists global ranks that sent no report.
+    """Returns an error that explains `failure` by the reports. `own`: this rank's. `reports`: by rank in the group.
+    `missing`: global ranks that sent no report.
     """
     if not missing:
         return _verdict_of_all(context, own, reports, failure)
@@ -212,7 +213,7 @@ def _verdict_of_all(
 
 
 def _calls_of_lowest_number(reports: dict[int, Report]) -> dict[int, Report]:
-    """Finds the lowest call number in `reports`, and returns each rank's report of its call with that number.
+    """Finds the lowest call number in `reports` (by rank). Returns each rank's report of its call with that number.
 
     A rank that is one call ahead reports its previous call. Returns `reports` unchanged if a rank's call is unknown.
     """
@@ -244,7 +245,7 @@ def _mismatch(
 
 def check_alike(context: GroupContext, sequence: int, user_call: UserCall, site: str) -> None:
     """Raises CollectiveMismatchError on every rank if the ranks' calls differ. In debug mode every rank calls this
-    before each collective. `sequence`: the call's number. `site`: the calling line, for the error.
+    before each collective. `sequence`: the call's number. `site`: the program's line, for the error.
     """
     operation = user_call.method
     call = {"call": str(user_call), "sequence": sequence, "site": site}

@@ -80,8 +80,8 @@ class Traffic:
 
 
 class _CallScope:
-    """Makes other threads' collectives raise UsageError during a collective, because ranks can't agree on an order of
-    threads. `has_steps`: the collective makes other collectives.
+    """Makes the group's collectives in other threads raise UsageError during a collective: ranks can't agree on an
+    order of threads. `has_steps`: the collective makes other collectives.
     """
 
     __slots__ = ("_before", "_call", "_entered", "_has_steps", "_is_outermost", "_outer_owner", "_route")
@@ -183,7 +183,7 @@ class Route:
         self.serve_ops(served)
 
     def serve_ops(self, on: bool) -> None:
-        """Makes compiled ops call the first communicator's C++ code directly if `on`, else this route."""
+        """If `on`, makes compiled torch ops call the first communicator's C++ code directly; else, this route."""
         # Debug mode and hooks need each call to run in this class.
         on = on and not self.in_debug_mode and not observers.ON_OPERATION
         key, first = self.context.key, next(iter(self._communicators), None)
@@ -214,7 +214,8 @@ class Route:
         method: str = "",
         as_list: bool = False,
     ) -> Any:
-        """Calls the method `operation` with `args` on the first communicator that supports it for `tensor`.
+        """Calls the method `operation` with `args` on the first communicator that supports it for `tensor`. Returns the
+        method's result.
 
         `method`: the name that the user called, if different. `part_of`: the operation under which the bytes are
         counted. `as_list`: the first argument is a list of tensors, which the communicator's `run_list` gets.
@@ -246,7 +247,9 @@ class Route:
         return any(each.has_memory for each in self.communicators)
 
     def allocate(self, size: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns a tensor in memory that peers can access, or None if there is none. Every rank calls this."""
+        """Returns a tensor of shape `size` in memory that peers can access, or None if there is no such memory. Every
+        rank calls this.
+        """
         size_bytes = math.prod(size) * dtype.itemsize
         maker = next((each for each in self.communicators if each.has_memory), None)
         if maker is None or size_bytes == 0:
@@ -273,7 +276,7 @@ class Route:
 
     def run_list(self, operation: str, tensors: Sequence[Tensor], *args: Any, part_of: str, method: str = "") -> None:
         """Runs `operation` for each tensor, in one kernel launch if one communicator supports all of them. All ranks
-        must pass the same dtypes and sizes. `part_of`, `method`: see `run`.
+        must pass the same dtypes and sizes. `part_of`, `method`: as in `run`.
         """
         if len(tensors) > 1 and len({id(self._carrier(operation, x, None)) for x in tensors}) == 1:
             self.run(operation, tensors[0], tensors, *args, part_of=part_of, method=method, as_list=True)
@@ -292,8 +295,9 @@ class Route:
         method: str = "",
         dim: int = -1,
     ) -> Handle:
-        """Starts an operation and returns its handle. `part_of`, `method`: see `run`. If `part_of` is given, the caller
-        must call `count(part_of)`. `dim`: the call's dim, if `args` contain none.
+        """Starts an operation. Returns its handle. `method`: as in `run`. If `part_of`, another operation under which
+        the bytes are counted, is given, the caller must call `count(part_of)`. `dim`: the call's dim, if `args` contain
+        none.
         """
         call = None if operation in PAIRS else call_of_arguments(operation, tensor, args, reduce_op, method, dim)
         with nullcontext() if call is None else _CallScope(self, call):
@@ -324,7 +328,7 @@ class Route:
 
     @contextmanager
     def called_as(self, method: str) -> Iterator[None]:
-        """Errors in the block mention `method` as the user's call. All ranks must use this."""
+        """In the with-block, errors name `method` as the user's call. All ranks must use this."""
         collectives = self.context.collectives
         with called_as(method):
             if collectives is not None:
@@ -409,7 +413,7 @@ class Route:
         return record
 
     def operations(self) -> list[Operation]:
-        """Returns the group's last operations. An operation without an end is running or has failed."""
+        """Returns records of the group's last operations. An operation without an end is running or has failed."""
         others = self._native_records if self._server is None else self._server.operations(self.context.key)
         return sorted([*self._recorded, *others], key=lambda each: each.sequence)[-RECORDS:]
 
@@ -474,10 +478,11 @@ class Route:
     def failure_of(
         self, error: Exception, operation: str, started: float, record: Operation | None = None, *, sent: bool = True
     ) -> Exception:
-        """Returns the error to raise instead of `error`; the returned error names the cause if known. A communication
-        error makes the group unusable, unless nothing was sent (`sent` is False).
+        """Returns the error to raise instead of `error`, with the cause if known. A communication error makes the group
+        unusable, unless nothing was sent (`sent` is False).
 
-        `record` describes the failed operation, by default the last.
+        `operation`, `started`: the user's call and its monotonic start time. `record` describes the failed operation,
+        by default the last.
         """
         if error is self.first_failure:
             return error
@@ -566,8 +571,8 @@ class Route:
             communicator.set_up(divisible=divisible)
 
     def suspend(self) -> None:
-        """Frees memory until `resume`. Every rank calls this. If any rank is in a call, all ranks raise UsageError, and
-        the group remains usable.
+        """Frees the group's memory until `resume`. Every rank calls this. If any rank is in a call, all ranks raise
+        UsageError, and the group remains usable.
         """
         self.check_usable("suspend")
         if self.suspended or self.context.size == 1 or self.context.simulated:
@@ -613,8 +618,8 @@ class Route:
             communicator.divide(parts.get(communicator.name), color)
 
     def capture(self, peers: Sequence[int] = ()) -> ExitStack:
-        """Returns a context in which a CUDA graph can capture calls, including transfers with `peers`. Every rank calls
-        this; each peer must pass this rank.
+        """Returns a context in which a CUDA graph can capture calls, including transfers with the group's ranks
+        `peers`. Every rank calls this; each peer must pass this rank.
         """
         self.check_usable()
         self._was_captured = True

@@ -1,4 +1,4 @@
-"""Handles of operations that returned before they completed."""
+"""Defines handles of operations that returned before they completed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def is_completed(self) -> bool:
-        """Returns whether the operation has ended. A gloo transfer completes only while a thread waits, so the first
+        """Returns True if the operation has ended. A gloo transfer completes only while a thread waits, so the first
         call starts a thread.
         """
         work = self._work
@@ -65,7 +65,7 @@ class Handle:
     @property
     @host_call(WAITED_FOR)
     def has_ended(self) -> bool:
-        """Returns whether the operation has ended. Unlike `is_completed`, starts no thread."""
+        """Returns True if the operation has ended. Unlike `is_completed`, starts no thread."""
         work = self._work
         return work is None or self._error is not None or work.is_completed()
 
@@ -77,7 +77,7 @@ class Handle:
 
     @host_call(WAITED_FOR)
     def run_to_end(self) -> None:
-        """Runs a gloo transfer to its end in this thread, without a deadline. `wait()` raises the transfer's error, if
+        """Waits in this thread for a gloo transfer, without a deadline. `wait()` then raises the transfer's error, if
         any.
         """
         run = getattr(self._work, "run_in_this_thread", None)
@@ -140,7 +140,7 @@ class TensorHandle:
 
     @host_call(WAITED_FOR)
     def wait(self) -> Tensor:
-        """Waits and returns the result. Can be repeated."""
+        """Waits for the operation. Returns its result, also if called again."""
         if self._handle is not None:
             self._handle.wait()
         finish, self._finish = self._finish, None

@@ -33,7 +33,7 @@ class State(NamedTuple):
         return (self.key, self.call) == (other.key, other.call)
 
     def in_words(self, group: str = "") -> str:
-        """Returns text that follows "global rank 3 is ". The text omits the name of the group `group`."""
+        """Returns text that follows "global rank 3 is ". Omits the group's name if the group is `group`."""
         if self.obstacle:
             return self.obstacle
         where = f" of group {self.group!r}" if self.group != group else ""

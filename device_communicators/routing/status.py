@@ -51,7 +51,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """What ranks sent about one failed group, by global rank."""
+    """Reports and states that ranks sent about one failed group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
@@ -59,7 +59,9 @@ class _Failed:
 
 
 class Calls(Protocol):
-    """A group's calls. Implemented by `Route` and by groups of the torch.distributed backend."""
+    """A group whose last and running calls `Status` reports. Implemented by `Route` and by groups of the
+    torch.distributed backend.
+    """
 
     @property
     def context(self) -> GroupContext: ...
@@ -105,7 +107,9 @@ class Status:
         self._keep_until_s = self._failed_at_s + timeout_s + _KEEP_S
 
     def state(self, key: str = "") -> State:
-        """Returns this rank's failed call in the group `key`, if any, else what this rank is doing. Thread-safe."""
+        """Returns the call in which group `key` failed on this rank. If it hasn't failed, returns what this rank is
+        doing. Thread-safe.
+        """
         if (start := self.start) is not None:
             place = stacks.in_words(stacks.frames_of(threading.main_thread().ident))
             return State(obstacle=f"at start, waiting for {start.awaited()}{f', at {place}' if place else ''}")
@@ -188,8 +192,8 @@ class Status:
         return min(waits, key=lambda each: each[1].started_s, default=None)
 
     def ask_states(self, ranks: Sequence[int], key: str = "", own: State | None = None) -> dict[int, State]:
-        """Asks `ranks` for their states and returns those that arrive within 0.3 s. `own`: what this rank was doing
-        when group `key` failed; peers get and store this.
+        """Asks the global `ranks` for their states. Returns those that arrive within 0.3 s, by rank. `own`: what this
+        rank was doing when group `key` failed; peers store this.
         """
         with self._changed:
             known = self._of(key).states if key else {}
@@ -206,8 +210,8 @@ class Status:
         return states | here
 
     def _helpers_of(self, asked: Sequence[int]) -> list[int]:
-        """Returns further ranks to ask: for each rank in `asked`, one that can watch its process by PID. None is needed
-        if this rank or another of `asked` can.
+        """Returns further ranks to ask: for each rank in `asked`, one that can watch its process by PID. Omits ranks
+        that this rank or another of `asked` can watch.
         """
         helpers: list[int] = []
         for rank in asked:
@@ -224,8 +228,8 @@ class Status:
         return json.dumps([self.state(key), self._watcher.conditions(asked)]).encode()
 
     def exchange(self, key: str, ranks: Sequence[int], own: Report) -> dict[int, Report]:
-        """Sends `own`, this rank's report about the failed group `key`, to `ranks`. Returns their reports that arrive
-        within 0.6 s.
+        """Sends `own`, this rank's report about the failed group `key`, to the global `ranks`. Returns their reports
+        that arrive within 0.6 s, by rank.
         """
         until = time.monotonic() + _REPORTS_S
         self.publish(key, ranks, own)
@@ -315,7 +319,7 @@ def _packed(key: str, report: Report) -> bytes:
 
 
 def watch(group: Calls) -> None:
-    """Includes the group's calls in the state that this rank reports."""
+    """Includes the calls of `group` in the state that this rank reports to other ranks."""
     context, watcher = group.context, group.context.watcher
     if watcher is None or context.size == 1 or not watcher.watches(context.ranks):
         return

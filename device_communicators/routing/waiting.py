@@ -44,7 +44,9 @@ class Watched:
             raise
 
     def _finish_in_background(self) -> None:
-        """Waits for the work in a thread, which keeps the process group alive: freeing the group now would block."""
+        """Waits for the work in a thread, which keeps the process group alive: freeing the process group now would
+        block.
+        """
         work, cpu_group = self._work, self._context.cpu_group
 
         def finish(_: object = cpu_group) -> None:
@@ -63,8 +65,8 @@ class Watched:
             self._last_chance(started)
 
     def _last_chance(self, started: float) -> None:
-        """Waits briefly for the work after a rank's death, because that rank perhaps sent its data before. Raises the
-        death's error if the work fails.
+        """Waits briefly for the work after a rank's death, because that rank perhaps sent its data before. If the work
+        fails, raises an error that names the dead rank.
         """
         try:
             self._work.wait(timedelta(seconds=NOTICE_S))  # type: ignore[call-arg]
@@ -76,8 +78,8 @@ class Watched:
 
 
 class WatchedByThread:
-    """Waits for `work` in a thread that the first `wait` starts. `peer`: the transfer's other rank; None for a
-    collective.
+    """Waits for torch's `work` in a thread that the first `wait` starts. `peer`: the other rank of a transfer; None for
+    a collective.
     """
 
     def __init__(self, work: Work, context: GroupContext, operation: str, peer: int | None = None) -> None:
@@ -135,8 +137,8 @@ class WatchedByThread:
 
 
 def until(ended: Callable[[float], bool], context: GroupContext, operation: str) -> None:
-    """Waits until `ended(seconds)` returns True; `ended` can block for `seconds`. Raises RuntimeError at the timeout.
-    If a rank dies, raises an error that names the rank.
+    """Waits until `ended(seconds)` returns True; `ended` can block for `seconds`. Raises RuntimeError at the group's
+    timeout. If a rank dies, raises an error that names the rank.
     """
     started = time.monotonic()
     while not ended(_SLICE_S):
@@ -147,7 +149,9 @@ def until(ended: Callable[[float], bool], context: GroupContext, operation: str)
 
 
 def abandon(process_group: Any, peers: Iterable[int], tag: int) -> None:
-    """Closes this rank's gloo connections to `peers`: starts a receive from each peer and lets the receive time out."""
+    """Closes this rank's gloo connections to the group's ranks `peers`: starts a receive from each peer and lets the
+    receive time out.
+    """
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             process_group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, tag).wait(_AT_ONCE)
