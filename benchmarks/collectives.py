@@ -4,12 +4,12 @@
     python benchmarks/collectives.py --ranks 2 4 8 --operations all_reduce --sizes 8192 --json a.json --svg a.svg
     python benchmarks/collectives.py --device cuda --json a.json --svg a.svg     starts ranks on GPUs
 
-vLLM and MPI are optional (`python benchmarks/harness/peers.py setup`). A size is the bytes of one rank's tensor.
-Results are checked first. The calls to compare take turns, and the slowest rank's time counts. `op` is a torch.ops
-call, `coordinator` the coordinator's method. Calls named "in place", and all of vLLM's, overwrite their input.
+vLLM and MPI are optional (`python benchmarks/harness/peers.py setup`). A size is the bytes of one rank's tensor. The
+slowest rank's time counts. `op` is a torch.ops call, `coordinator` the method of a `GroupCoordinator`. Calls named "in
+place", and all of vLLM's, overwrite their input.
 
 *tight* loops repeat the call on one buffer. *produced* loops write the input before and read the output after each
-call. The tables subtract the time of these two copies; the JSON has all samples.
+call. The tables subtract the time of these two copies.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def size_of(row: Row) -> str:
 
 
 def net(row: Row) -> Row:
-    """Returns the row of a produced loop, with the copies' median time subtracted from each sample. At least 10 ns per
+    """Returns the row of a *produced* loop with the copies' median time subtracted from each sample. At least 10 ns per
     call remain.
     """
     copies = row.us.get(COPIES)

@@ -1,12 +1,11 @@
-"""Times a decode step with tensor and pipeline parallelism: the cost of its collectives and of waiting.
+"""Times a decode step with tensor and pipeline parallelism, and the share of its collectives.
 
     python benchmarks/decode.py                  a model of 26 M parameters, TP 2 × PP 2, a batch of 4
     python benchmarks/decode.py --models 0.5B 7B --layouts TP2 TP4 TP2xPP2 --batches 1 8 64
 
-Compares this library with default waits, with spinning waits, and without shared memory; torch.distributed; and vLLM's
+Compares this library (by default, with spinning waits, and without shared memory), torch.distributed, and vLLM's
 coordinators if vLLM is installed. The model is sharded as in engines, with simulated matmuls (see decode_models.py).
-Prints the time of a step and its share outside matmuls. With more ranks than cores, that share includes the CPU time
-that waiting ranks take from working ranks.
+Prints the time of a step and its share outside matmuls.
 """
 
 from __future__ import annotations

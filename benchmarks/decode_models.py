@@ -1,7 +1,6 @@
-"""Simulates a decode step: makes the collectives of all layers as vLLM does, with simulated matmuls. The weights of
-several ranks of a large model don't fit into one machine. Therefore a simulated matmul reads memory for as much CPU
-time as `measure_matmuls` found for a real one, in bf16 on one core. Attention is left out. All numbers are small
-integers, so results are exact.
+"""Simulates a decode step: makes the collectives of all layers as vLLM does, with simulated matmuls, because a large
+model's weights don't fit into one machine. A simulated matmul reads memory for as much CPU time as `measure_matmuls`
+found for a real one, in bf16 on one core. Attention is left out. All numbers are small integers, so results are exact.
 """
 
 from __future__ import annotations
@@ -44,7 +43,9 @@ LAYOUTS = {"TP2": (2, 1), "TP4": (4, 1), "TP2xPP2": (2, 2)}
 
 
 def measure_matmuls(model: Model, tp: int, batch: int, repeats: int = 5) -> dict[str, float]:
-    """Measures a rank's matmuls. Returns the CPU seconds of a layer's "attention" and "mlp", and of the "head"."""
+    """Measures one rank's matmuls in a model that is sharded over `tp` ranks. Returns the CPU seconds of a layer's
+    "attention" and "mlp", and of the "head".
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -125,7 +126,9 @@ class Step:
         return None
 
     def _stream(self, cpu_s: float) -> None:
-        """Reads memory for `cpu_s` of CPU time. By wall time, ranks on one core wouldn't slow each other."""
+        """Reads memory for `cpu_s` of CPU time, not of wall time, because ranks that share a core must slow each
+        other.
+        """
         until = time.thread_time() + cpu_s
         while time.thread_time() < until:
             self.streamed[self.at].sum()
@@ -133,7 +136,9 @@ class Step:
 
 
 class TorchGroup:
-    """A coordinator over torch.distributed. Sends a dict as pickled metadata, then each tensor."""
+    """A coordinator like `GroupCoordinator`, over torch.distributed. Sends a dict as pickled metadata, then each
+    tensor.
+    """
 
     def __init__(self, rank: int, rows: list[list[int]]) -> None:
         for ranks in rows:

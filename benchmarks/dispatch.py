@@ -2,10 +2,9 @@
 
     python benchmarks/dispatch.py                      one rank, then two, 4 and 8 KiB
 
-*one rank*: sends nothing, so the time is that of Python and torch's dispatcher. *two ranks*: the whole call, in the
-modes `inference_mode`, `no_grad`, `grad` (the input requires no gradient) and `requires_grad` (the input requires one;
-forward only). "vLLM coordinator" calls its shared-memory op directly and works in place. "vLLM op by name" is the op
-that vLLM's coordinator calls on GPUs.
+One rank sends nothing, so its time is that of Python and torch's dispatcher. In the mode `grad` the input requires no
+gradient, in `requires_grad` it does (forward only). "vLLM coordinator" calls its shared-memory op directly and works in
+place. "vLLM op by name" is the op that vLLM's coordinator calls on GPUs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Steps of `gpu_proof.py`: `machine` reports facts about the machine with the GPU, and `compile` compiles what would
-otherwise be compiled at first use. Both print each answer at once, as a line of JSON.
+"""Steps of `gpu_proof.py`: `machine` reports facts about the machine with the GPU; `compile` compiles the native code
+in advance. Both print each result at once, as a line of JSON.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
     python benchmarks/gpu_proof.py first OUT --dry           without a GPU: tests this script only
     python benchmarks/gpu_proof.py machine                   describes the machine; the first call runs this step
 
-At a step's deadline, all its processes are killed and the next step begins. Prints each step's outcome. OUT gets at
-most 8 files: proof.json and logs.tgz, rewritten after each step, the GPU tests' report, kernels.{json,svg} and
-collectives.json. To merge both calls' reports, copy the first call's proof.json and report to .gpu/earlier.
+At a step's deadline, its processes are killed and the next step begins. The folder OUT gets at most 8 files. To merge
+both calls' reports, copy the first call's proof.json and report to .gpu/earlier.
 
 The GPU's machine needs Python 3.12, torch, pytest, numpy, nvidia-ml-py and cuda-core, but no network, git or compiler.
 """
@@ -62,8 +61,10 @@ SHARED = {
 @dataclass(frozen=True)
 class Step:
     """Runs a script of this folder, a module (`arguments` begin with -m, without `script`), or pytest on `tests` of
-    tests/gpu. `dry`: arguments for a dry run; if empty, the step needs a GPU. `under_mps`: with CUDA's Multi-Process
-    Service. `shown`: characters of output to print.
+    tests/gpu.
+
+    `dry`: arguments for a dry run; if empty, the step needs a GPU. `environment`: further variables. `under_mps`: with
+    CUDA's Multi-Process Service. `shown`: characters of output to print.
     """
 
     name: str
@@ -216,7 +217,6 @@ class Proof:
         return self._verdict(step, outcome, reason, said, **facts)
 
     def _lost(self, tests: Sequence[str]) -> list[str]:
-        """Returns tests that don't exist. If pytest got such a name, it would run no test."""
         return [name for name in tests if self._collected and name not in self._collected]
 
     @cached_property
@@ -265,8 +265,8 @@ class Proof:
 
 
 def end(process: subprocess.Popen[bytes], token: str) -> None:
-    """Ends all processes of a step, found by `token` in their environment. Interrupts `process` first, so that pytest
-    names the test.
+    """Ends all processes of a step, which have `token` in their environment. Interrupts the step's first `process`
+    before, so that pytest names the running test.
     """
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
@@ -354,8 +354,11 @@ def under_mps(command: Sequence[str]) -> int:
 
 
 def prepare(with_model: bool) -> int:
-    """Fills .gpu/, in a venv with the GPU machine's versions of torch and NVRTC, so that the caches are valid there.
-    `with_model`: adds the demo's model.
+    """Fills .gpu/ with compiled code and Python packages for the GPU's machine. Returns the exit code. `with_model`:
+    adds the demo's model.
+
+    Runs in a virtual environment with that machine's versions of torch and NVRTC, because compiled code depends on
+    them.
     """
     cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     venv = cache_home / "gpu-day-venv"
@@ -408,7 +411,6 @@ def missing_packages() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if a step failed or timed out, 2 if none could begin."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["mps"]:
         return under_mps(given[1:])

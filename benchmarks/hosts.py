@@ -3,14 +3,13 @@
     python benchmarks/hosts.py --hosts 2 --ranks-per-host 2 --rate 1gbit --json results.json     # as root
     python benchmarks/hosts.py --ranks-per-host 1 --mpis MPICH "Intel MPI"     # fetched by `harness/peers.py setup`
 
-The hosts are namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is as fast
-as these cores, unless `--rate` limits each host's sending rate. Answers are checked first. Ours and gloo alternate by
-round. The slowest rank's time counts; `us` is the median of rounds, `ratio` the median of gloo's time divided by ours.
-`sent` and `packets` are bytes and packets that host 0 sends in one call.
+The hosts are network namespaces of this machine (`tests/hosts.py`), each with its share of the cores. Their network is
+as fast as these cores, unless `--rate` limits each host's sending rate. The slowest rank's time counts; `us` is the
+median of rounds, `ratio` the median of gloo's time divided by ours. `sent` and `packets` are bytes and packets that
+host 0 sends in one call.
 
 `--mpis` adds a column per MPI: its median divided by ours. Each MPI runs as its own job (`hosts_mpi.py`), after the
-others. Open MPI has no bfloat16 and sums int16, which is cheaper. MPI ranks yield while they wait, because they may
-share a core. Between hosts, Intel MPI needs libfabric (Debian: libfabric1), which its wheel lacks.
+others. Open MPI has no bfloat16 and sums int16, which is cheaper. Intel MPI needs libfabric (Debian: libfabric1).
 """
 
 from __future__ import annotations

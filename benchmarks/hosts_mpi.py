@@ -1,7 +1,9 @@
-"""Checks one MPI collective between hosts, then times it; `hosts.py` starts each rank by mpiexec: hosts_mpi.py
-OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16. CORES lists each host's cores in rank order, such as
-`0,1/2,3`. BFLOAT16 is the handle of the MPI's bf16 type; with 0 the elements are 16-bit integers. Rank 0
-prints each round's slowest time in microseconds, as JSON."""
+"""Checks one MPI collective between hosts, then times it. `hosts.py` starts each rank by mpiexec: hosts_mpi.py
+OPERATION ELEMENTS ROUNDS CALLS CORES BFLOAT16.
+
+CORES lists each host's cores in rank order, such as `0,1/2,3`. BFLOAT16 is the handle of the MPI's bf16 type; with 0
+the elements are 16-bit integers. Rank 0 prints each round's slowest time in microseconds, as JSON.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,6 @@ from torch import Tensor
 
 
 def calls_of(api: Any, communicator: Any, kind: Any, dtype: torch.dtype) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Returns MPI's collectives by name. All except all_reduce_ return new tensors. `api`: mpi4py.MPI. `kind`: MPI's
-    type for `dtype`.
-    """
     size, rank = communicator.size, communicator.rank
 
     def of(x: Tensor, ranks: int = 1) -> list[object]:

@@ -8,8 +8,8 @@ A. Times real ranks over gloo: init, groups, and first all_reduces, with checked
 B. One process acts as one rank in a world of 1,024 to 16,384, on torch's `fake` backend. Reports calls that create
    process groups, store operations, and milliseconds; also of Megatron-core, if installed.
 
-Others do less: our init includes a rendezvous with a deadline, a first all_reduce and the detection of each node's
-ranks. Our groups step includes an agreement of all ranks and a final barrier.
+Only ours includes a rendezvous with a deadline, a first all_reduce, the detection of each host's ranks, an agreement of
+all ranks on the groups, and a final barrier.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
 
 
 def start_afresh() -> None:
-    """Re-executes this script with one thread and a quiet torch, because torch reads both settings at import."""
+    """Re-executes this script with one thread and a quiet torch: torch reads both settings at import."""
     wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     if any(os.environ.get(name) != value for name, value in wanted.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **wanted})
@@ -253,9 +253,6 @@ class Report(NamedTuple):
 
 
 def preload(deadline: float) -> list[str]:
-    """Imports the modules that ranks use, and returns their names. Otherwise imports would dominate the time of many
-    forks.
-    """
     division = Division("dense", 2, {"tp": 2})
     names: dict[str, None] = {}
     for variant in VARIANTS:
@@ -267,7 +264,6 @@ def preload(deadline: float) -> list[str]:
 
 
 def run_trial(trial: Trial, deadline: float, *, count: bool = False) -> list[Result]:
-    """Runs all ranks of a trial. With `count`, results include store operations, and times are meaningless."""
     lists = _lists(trial.division, trial.variant)  # before the start: Megatron's rank arithmetic isn't compared
     function = partial(_rank, trial, lists, count)
     return run_ranks(trial.division.world_size, function, deadline)
@@ -366,7 +362,9 @@ def _check(total: torch.Tensor, ranks: Sequence[int]) -> None:
 
 
 def _count_store_operations() -> list[CountingStore]:
-    """Counts operations on stores that this library or torch creates. Returns a list that gets each new store."""
+    """Makes new stores of this library and torch count their operations. Returns a list, to which each new store is
+    added.
+    """
     of_torch = sys.modules["torch.distributed.rendezvous"]  # a function has the module's name
     stores: list[CountingStore] = []
     for module, name in ((start_stores, "open_tcp_store"), (of_torch, "_create_c10d_store")):

@@ -1,5 +1,6 @@
-"""Ranks for `init_scaling`. `run_ranks` forks the ranks, and a server of their store, from a parent that has imported
-everything. The parent must have only one thread, because locks that other threads hold would stay locked in a fork.
+"""Ranks for `init_scaling`. `run_ranks` forks the ranks, and a server of their store, from a process that has imported
+everything. It must have only one thread, because locks that other threads hold would stay locked in a fork.
+
 `mark(name)` records the end of a step. On torch's `fake` backend, one process with a `StoreOfOneRank` acts as rank r of
 n, and also runs Megatron-core's `initialize_model_parallel`.
 """
@@ -69,8 +70,8 @@ class Result(NamedTuple):
 
 
 def run_ranks(world_size: int, function: Function, deadline: float) -> list[Result]:
-    """Runs `function` on forked ranks, and returns the results by rank. Raises TrialFailedError with tracebacks on
-    failure or at `deadline` (monotonic).
+    """Runs `function` on forked ranks. Returns the results by rank. Raises TrialFailedError with tracebacks on failure
+    or at `deadline` (monotonic).
     """
     threads = Footprint.now().threads
     if threads != 1:
@@ -113,7 +114,7 @@ def run_ranks(world_size: int, function: Function, deadline: float) -> list[Resu
 
 def enter_own_network() -> bool:
     """Moves this process into a new network namespace; returns False if this isn't permitted. TCPStore resolves its
-    address's name. With an unresponsive name server this can take 5 s or more; without a network it fails at once.
+    address's name: with an unresponsive name server this takes 5 s or more, without a network it fails at once.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET) != 0 and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
@@ -230,8 +231,8 @@ def _answers(forks: Sequence[_Fork], deadline: float) -> list[bytes]:
 
 
 class CountingStore(dist.Store):
-    """Counts operations on a store, including gloo's from C++. An operation on k keys counts once. A `TCPStore`'s
-    messages at connection don't count.
+    """Counts operations on a store, including those of gloo's C++ code. An operation on k keys counts once. The
+    messages with which a `TCPStore` connects don't count.
     """
 
     def __init__(self, inner: dist.Store) -> None:
@@ -291,10 +292,9 @@ class CountingStore(dist.Store):
 
 
 class StoreOfOneRank(CountingStore):
-    """A store for one process that acts as rank `rank` of `world_size`. In agreements
-    (`parallel_state.process_groups.agreement`) it simulates the absent ranks. The counter of arrived ranks (`…/count`)
-    becomes `world_size` at once, and each rank's request reads as this rank's. Reading any other unwritten key raises
-    LookupError.
+    """A store for one process that acts as rank `rank` of `world_size`. The counter of arrived ranks (`…/count`)
+    becomes `world_size` at once, and any other rank's request (`parallel_state.process_groups.agreement`) reads as this
+    rank's. Reading any other unwritten key raises LookupError.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -362,8 +362,8 @@ class Cost(NamedTuple):
 
 
 def cost_of_start(rank: int, world_size: int, sizes: Mapping[str, int], *, eager: bool) -> Cost:
-    """Returns the cost of `initialize_model_parallel(**sizes)` on one rank. The process must have no default group, and
-    has none afterwards.
+    """Returns the cost of `initialize_model_parallel(**sizes)` on one rank. The process must have no default group,
+    before and after. `eager`: creates all groups now.
     """
     store = StoreOfOneRank(rank, world_size)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # the backend `fake` of older versions of torch
@@ -501,8 +501,8 @@ def megatron_file() -> Path | None:
 
 
 def load_megatron() -> Any:
-    """Imports Megatron's `parallel_state` only: `megatron.core` would import dozens of unrelated modules. Replaces
-    gloo, which would wait for the missing ranks, by the default backend.
+    """Imports Megatron's `parallel_state` alone: `megatron.core` would import dozens of unrelated modules. Uses the
+    default backend instead of gloo, which would wait for the missing ranks.
     """
     path = megatron_file()
     if path is None:
@@ -525,7 +525,6 @@ def load_megatron() -> Any:
 
 
 def cost_of_megatron(rank: int, case: Case) -> Cost:
-    """Returns the cost of Megatron-core's start on one rank, with its default gloo groups for data parallelism."""
     store = _join_fake_world(rank, case.world_size)
     megatron = load_megatron()
     create_group = megatron.create_group

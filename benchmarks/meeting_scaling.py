@@ -4,10 +4,10 @@
 
 The ranks are threads in forks of this process, eight per host, with an address per host. With the real store, they run
 the steps before torch's `init_process_group`: the rendezvous, the start-up watch, and the check that all hosts reach
-each other. gloo, which connects all pairs of ranks, is left out.
+each other.
 
-An untimed run counts store operations and the bytes of keys and values: of rank 0, of the busiest other rank, and of
-all ranks. It also fits the exponent of the sums' growth with the number of ranks; 1 is linear.
+An untimed run counts store operations and bytes, and fits the exponent of their growth with the number of ranks; 1 is
+linear.
 """
 
 from __future__ import annotations

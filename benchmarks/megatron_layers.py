@@ -4,7 +4,7 @@
 
 Measures forward and backward of a column- and a row-parallel linear layer, with and without sequence parallelism, the
 embedding's forward, and the layers' collectives alone. Results must be bitwise equal. Times are medians of the slower
-rank, in microseconds. At the end: the part of a layer's time without collectives, and the speed-up if collectives cost
+rank, in microseconds. The last table has each layer's time without collectives, and the speed-up if collectives cost
 nothing.
 """
 

@@ -5,14 +5,12 @@
 `SIGKILL` rounds, of this library only, kill a random rank during traffic. The survivors' errors must name it. `first
 right collective` is the time from the SIGKILL until the last survivor has a right result in the new group.
 
-After a SIGKILL, gloo's survivors would wait until their timeouts. Therefore `abort` rounds, of gloo and this library,
-abort the group on all ranks between two calls, and one rank exits. Times count from the abort. All ranks then call
-reconfigure at the same moment. gloo's ranks first exchange new handles through files. This exchange and the wait for
-the moment aren't timed.
+In `abort` rounds, of gloo and this library, one rank exits and all ranks abort the group between two calls: after a
+SIGKILL, gloo's survivors would wait until their timeouts. Times count from the abort, without gloo's exchange of
+handles through files.
 
-`reconfigure` creates the survivors' group, `join` adds a waiting process. The slowest rank's time counts. Candidates
-take turns, in sets of 5 rounds. Each result is checked. torch's flight recorder is off: to write files, a survivor
-would import torch's compiler, which takes seconds.
+`reconfigure` creates the survivors' group, `join` adds a waiting process. The slowest rank's time counts. torch's
+flight recorder is off, because a survivor would import torch's compiler to write files.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
     python benchmarks/messages.py                        2 and 4 ranks: 1 and 3 readers
 
-A sample is the time from the sender's call to the last reader's return. The readers already wait. Peers are optional
-(`python benchmarks/harness/peers.py setup`). Received values are checked before and after timing.
+A sample is the time from the sender's call to the last reader's return. All readers wait before the sender's call
+begins. The other libraries are optional (`python benchmarks/harness/peers.py setup`).
 
-`object` is a dict as schedulers send it; `many` is 1 MB of small values, `blob` 1 MB of bytes; with `idle` the sender
+`object` is a dict as schedulers send it; `many` is 1 MB of small values, `blob` 1 MB of bytes; in `idle` the sender
 sleeps for 5 ms before each message. `broadcast` sends a dict of ten tensors and some numbers. `pipeline` sends two
-tensors to another rank, as in a decode step and a prefill. `views` receives views of the sender's memory instead of
-copies.
+tensors to another rank, as in a decode step and a prefill. `views` receives views of the sender's memory, not copies.
 """
 
 from __future__ import annotations

@@ -4,20 +4,16 @@
     python benchmarks/peer_kernels.py --check                      checks answers only: for compute-sanitizer
     python benchmarks/peer_kernels.py --emulate                    without a GPU, to test this script (PYTHONPATH=.)
 
-*Alone* (`push, graph` and so on): only rank 0's kernel runs, after all its peers' data has arrived. It reads and writes
-the memory of N ranks on this GPU, but never waits. So its times are **lower bounds**: a real exchange adds links and
-late ranks. A call must fit into one *epoch*, in which a kernel writes, waits and reads once. A sample is the time of
-several calls, each in memory of its own, and of the fills that reset this memory. The kernel two_shot sums one shard
-on each rank, then exchanges the sums. Its peers' second step doesn't run, so only rank 0's shard is a sum.
+In rows such as `push, graph`, only rank 0's kernel runs, after all its peers' data has arrived. It never waits, so its
+times are **lower bounds**: a real exchange adds links and late ranks. In `two_shot`, each rank sums one shard, then the
+ranks exchange the sums; here only rank 0's shard is a sum.
 
-*Of all ranks at once*: N kernels run on N streams. This is a real exchange, in which each kernel has an N-th of the
-GPU. The time is compared with the bytes of all N. These calls are eager, may take several epochs, and have at least 1
-MiB: for small sizes the time would be that of N launches.
+Rows `of all ranks at once` are a real exchange: N kernels run on N streams, each on an N-th of the GPU.
 
 `share` is a kernel's bandwidth divided by that of a copy of 1 GiB. It counts the bytes that the algorithm must read and
-write once (`moved_bytes`), and may exceed 1 for cached data. `fused` is all_reduce, add and RMS norm in one kernel,
-compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the CPU's time of a launch. NCCL and
-torch's symmetric memory, with one rank each, come last.
+write once (`moved_bytes`; of all N ranks if all run), and may exceed 1 for cached data. `fused` is all_reduce, add and
+RMS norm in one kernel, compared with an all_reduce kernel, torch's add and torch's rms_norm. `host` is the CPU's time
+of a launch. NCCL and torch's symmetric memory, with one rank each, come last.
 """
 
 from __future__ import annotations
@@ -76,8 +72,8 @@ class Target:
 
 
 def moved_bytes(name: str, nbytes: int, size: int) -> int | None:
-    """Returns the bytes that the kernel `name` must read and write, for a tensor of `nbytes` on each rank. None if
-    `name` isn't one kernel.
+    """Returns the bytes that the kernel of the candidate `name` must read and write, for a tensor of `nbytes` on each
+    of `size` ranks. None if the candidate isn't one kernel.
     """
     kernel = name.partition(",")[0].removesuffix(f" {TOGETHER}")
     if name.split(", ")[1:-1]:
@@ -190,9 +186,6 @@ def measured(
 
 
 def _row(team: KernelTeam, case: dict[str, Any], options: argparse.Namespace) -> tuple[KernelRow, bool]:
-    """Measures a case. Returns its row, and True if the device is lost: after a kernel's trap this process can't use
-    CUDA.
-    """
     teams = [team]
     row = KernelRow(**vars(measure_all(teams, [case], command_line.plan(options))[0]))  # type: ignore[arg-type]
     row.refused = dict(team.refused)
@@ -301,7 +294,6 @@ def machine_for(options: argparse.Namespace) -> Machine | str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 1 if an answer was wrong, 2 if nothing can be measured."""
     options = parsed(arguments)
     machine = machine_for(options)
     if isinstance(machine, str):

@@ -1,5 +1,5 @@
 """Simulates ranks of a group on one GPU. In an *epoch* each kernel writes data for its peers, waits for theirs and
-reads it. Rank 0's kernel can be measured *alone*, in three steps:
+reads it. Rank 0's kernel can be measured alone, in three steps:
 
 1. Each peer's kernel writes one epoch's data, and exits instead of waiting, because its abort word is set.
 2. The host writes the peers' barrier flags.
@@ -118,7 +118,9 @@ class EmulatedMachine:
 
 
 class Regions:
-    """Memory of `sets` groups of `size` ranks. Each set serves one call, so that several calls need no reset."""
+    """GPU memory of simulated ranks: `sets` groups, each of `size` ranks. Each call uses another group, so that several
+    calls need no reset.
+    """
 
     def __init__(self, machine: Machine, size: int, sets: int) -> None:
         self.machine, self.size, self.sets = machine, size, sets
@@ -130,15 +132,15 @@ class Regions:
         self._words = machine.words(_WORDS)
         self._words[_ALWAYS_ABORT] = 1
 
-    def call(self, which: int, rank: int, *, arriving: bool = False, **fields: Any) -> Call:
-        """Returns the kernel argument of a rank in the set `which`. `fields`: fields of `Call`; tensors become
-        addresses. `arriving`: the kernel aborts when it waits for peers; its report is ignored.
+    def call(self, which: int, rank: int, *, never_waits: bool = False, **fields: Any) -> Call:
+        """Returns the kernel argument of `rank` in the group numbered `which`. `fields`: fields of `Call`; tensors
+        become addresses. `never_waits`: the kernel exits instead of waiting for peers.
         """
         call = Call(rank=rank, size=self.size, deadline_ns=int(DEADLINE_S * 1e9))
         for peer in range(self.size):
             call.regions[peer] = self._memory[which, peer].data_ptr()
-        call.report = self._words.address + 8 * (_IGNORED_REPORT if arriving else _REPORT)
-        call.abort = self._words.address + 8 * (_ALWAYS_ABORT if arriving else _ABORT)
+        call.report = self._words.address + 8 * (_IGNORED_REPORT if never_waits else _REPORT)
+        call.abort = self._words.address + 8 * (_ALWAYS_ABORT if never_waits else _ABORT)
         for name, value in fields.items():
             setattr(call, name, value.data_ptr() if isinstance(value, Tensor) else value)
         return call
@@ -148,8 +150,8 @@ class Regions:
         self._epochs.fill_(EPOCH)
 
     def arrive(self, kernel: str, blocks: int, threads: int, call: Callable[[int, int], Call]) -> None:
-        """Runs the kernels of rank 0's peers, which write all data that rank 0 waits for. `call(set, rank)` returns a
-        peer's argument: a `Call` with `arriving=True`.
+        """Runs the kernels of rank 0's peers, which write all data that rank 0 waits for. `call(which, rank)` returns a
+        peer's kernel argument, made with `never_waits=True`.
         """
         self.clear()
         for which in range(self.sets):
@@ -160,7 +162,7 @@ class Regions:
 
     def rewind(self, blocks: int, members: int) -> None:
         """Resets rank 0's regions, so that its kernel can run again. `blocks`: thread blocks of the kernel. `members`:
-        blocks that share a row of the norm, else 1. Clears the signals between these blocks.
+        blocks that share a row of the norm, else 1; clears the signals between these blocks.
         """
         self._epochs[:, 0].fill_(EPOCH)
         if members > 1:
@@ -187,7 +189,7 @@ SEVERAL_RANKS = (
 
 
 class Others:
-    """NCCL and torch's symmetric memory with one rank. The method `of` adds those that are unavailable to `refused`."""
+    """Runs NCCL and torch's symmetric memory with one rank. The method `of` adds unavailable ones to `refused`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -286,13 +288,13 @@ class Kernel:
 
 
 class KernelTeam:
-    """Measures rank 0 among `size` simulated ranks, with the interface of the harness's `Team`."""
+    """Measures rank 0 among `size` simulated ranks. Has the methods of the harness's `Team`."""
 
     name = "peer kernels"
 
     def __init__(self, machine: Machine, size: int, modes: Sequence[str], together_bytes: int, few: bool) -> None:
         """`modes`: "eager", "graph" or both. `together_bytes`: from this size on, also runs all ranks' kernels at once.
-        `few`: replays graphs of two calls, instead of 4 or 20.
+        `few`: replays CUDA graphs of two calls, instead of 4 or 20.
         """
         self.machine, self.size, self.modes = machine, size, modes
         self.others: Others | None = None
@@ -396,8 +398,8 @@ class KernelTeam:
         return Kernel(name, *grid(how, nbytes, self.size, max(1, most)), 1)
 
     def _check_sum(self, how: str, found: list[Tensor]) -> str | None:
-        """Returns what is wrong, or None. `how`: the algorithm. If rank 0's two_shot runs alone, only rank 0's shards
-        are sums; the rest is its input.
+        """Compares results `found` of several calls with the sum. Returns the problem, or None. `how`: the algorithm.
+        If rank 0's two_shot runs alone, only rank 0's shards are sums; the rest is its input.
         """
         right = torch.stack(found) == self.total
         if how == "two_shot":
@@ -471,7 +473,7 @@ class KernelTeam:
         def peer(which: int, rank: int) -> Call:
             own = {"input": self.inputs[rank], "output": self.scratch[rank], "numel": self.numel}
             spare = {"residual_out": self.scratch[rank]} if fields else {}
-            return regions.call(which, rank, arriving=True, **own, **fields, **spare)
+            return regions.call(which, rank, never_waits=True, **own, **fields, **spare)
 
         calls = []
         for k in range(self.sets):

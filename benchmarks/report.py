@@ -1,4 +1,6 @@
-"""Compares this library with the installed peers and writes a report page: see `harness/comparison.py` or `--help`."""
+"""Compares this library with other installed libraries and writes a report page: see `harness/comparison.py` or
+`--help`.
+"""
 
 from __future__ import annotations
 

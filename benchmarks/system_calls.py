@@ -1,10 +1,9 @@
-"""Counts system calls and context switches per call of 8 KiB, beside torch.distributed over gloo.
+"""Counts system calls and context switches per call of 8 KiB, of this library and of torch.distributed over gloo.
 
     python benchmarks/system_calls.py --json results.json          # as root; needs perf (Debian: linux-perf)
 
-`perf trace` counts system calls of rank 0 over many calls, separately for its other threads. Results are checked first.
-Other load hardly changes the counts. But a spinning rank makes no system calls, and a longer wait does: on a busy
-machine the counts of futex, poll and sched_yield are upper bounds.
+`perf trace` counts system calls of rank 0 over many calls, separately for its other threads. On a busy machine the
+counts of futex, poll and sched_yield are upper bounds, because longer waits make more such calls.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ def _counted(own: dict[str, int], others: dict[str, int]) -> Iterator[None]:
 
 
 def _attached(report: Path) -> subprocess.Popen[bytes]:
-    """Starts perf. Returns once it counts, that is, sleeps in poll. Restarts perf if this takes over 15 s."""
     command = ["perf", "trace", "-s", "-p", str(os.getpid()), "-o", str(report)]
     for _ in range(_TRIES):
         perf = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -78,7 +76,9 @@ def _attached(report: Path) -> subprocess.Popen[bytes]:
 
 
 def _end(perf: subprocess.Popen[bytes]) -> None:
-    """Interrupts perf until it has written its report, because perf can lose a signal while it reads its buffers."""
+    """Interrupts perf, again and again until it has written its report: it can lose a signal while it reads its
+    buffers.
+    """
     for _ in range(10):
         perf.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):

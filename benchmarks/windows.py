@@ -5,8 +5,7 @@
 
 `8 KiB there and back` is half the time of a ping-pong, by put with a signal and wait_signal, or by send and recv. In
 `apart`, `put` and `signal` are two calls. `16 MiB` compares a put with memcpy into the same memory, by the thread's CPU
-time, which other programs change less. Between hosts, 16 MiB are a ping-pong, too. Results are checked first.
-Candidates take turns; a row has the medians of the rounds, and their ratio.
+time; between hosts, it is a ping-pong, too. A row has the medians of rounds, and their ratio.
 """
 
 from __future__ import annotations

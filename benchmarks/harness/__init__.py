@@ -1,1 +1,1 @@
-"""Runs libraries in separate processes (teams), finds peers, and writes the report pages."""
+"""Runs each compared library in its own processes (a team), finds installed libraries, and writes the report pages."""

@@ -1,5 +1,5 @@
-"""Compares this tree with another commit (`report.py --against COMMIT`): this tree's benchmark runs on both, in
-alternating rounds. A ratio divides the medians; its interval is a 95 % percentile bootstrap over pairs of rounds.
+"""Compares this tree with another commit (`report.py --against COMMIT`): runs this tree's benchmark on both, in
+alternating rounds. A ratio divides the medians; its interval is a 95 % bootstrap over pairs of rounds.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ class Ratio(NamedTuple):
 
 
 def ratio_of(now: Sequence[float], before: Sequence[float], draws: int = DRAWS) -> Ratio:
-    """Returns the ratio of the medians, with its interval from `draws` resamples. These are seeded, so equal series
-    give equal intervals.
-    """
     draw = random.Random(0)
     pairs = list(zip(now, before, strict=True))
     found = sorted(_ratio(draw.choices(pairs, k=len(pairs))) for _ in range(draws))

@@ -1,6 +1,6 @@
 """Teams (the processes of one library) that run collectives of this library, gloo and vLLM. *produced* loops write each
-call's input and read its output, as a model's layers do; *tight* loops don't. To subtract the time of writing and
-reading, `COPIES` is measured: a loop without calls.
+call's input and read its output, as a model's layers do; *tight* loops don't. `COPIES` is a loop of these writes and
+reads alone, to subtract.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LoopTeam(TensorTeam):
     measures_copies = False
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """Prepares a case and returns its candidates. `values`: the case, with `loop`, "tight" or "produced", and
-        optionally `offset`: bytes from a page's start to the input.
+        """Prepares a case and returns the names of the calls to time. `values`: the case, with `loop`, "tight" or
+        "produced", and optionally `offset`: bytes from a page's start to the input.
         """
         self._tight, self._offset = values["loop"] == "tight", values.get("offset")
         super().prepare(values)
@@ -158,7 +158,7 @@ def start_torch() -> tuple[int, int, Any]:
 
 
 def use_once(group: ps.GroupCoordinator) -> None:
-    """Makes the group's first calls, in which ranks count their available cores. Call this before cores are pinned."""
+    """Makes the group's first calls, in which ranks count their available cores. Call this before `pin`."""
     group.all_reduce(torch.ones(1, device=group.device))
     group.broadcast_object(0)
 

@@ -1,4 +1,4 @@
-"""Compares this library with the installed peers and writes a report page.
+"""Compares this library with other installed libraries and writes a report page.
 
     python benchmarks/report.py --report DIR              about five minutes on two cores
     python benchmarks/report.py --quick --report DIR      few sizes, half a minute
@@ -7,10 +7,9 @@
 Measures collectives (on GPUs if there are any, else in shared memory), objects and tensor dicts, the same calls of
 torch.distributed over its backend "parallel_state" and over gloo, and start-up.
 
-Peers are gloo through torch.distributed; on GPUs NCCL, directly and through torch; the MPI of this Python's mpi4py; and
-those that `python benchmarks/harness/peers.py setup` installs: Intel MPI, MPICH, Open MPI, vLLM's CPU ops and queue,
-zmq. DIR gets index.html, report.svg, table.txt (nccl-tests' table) and report.json, which replace an earlier run's at
-the end.
+The other libraries are gloo through torch.distributed; on GPUs NCCL, directly and through torch; the MPI of this
+Python's mpi4py; and what `python benchmarks/harness/peers.py setup` installs. DIR gets index.html, report.svg,
+table.txt (nccl-tests' table) and report.json.
 
 The exit code is 1 if a candidate failed or an answer was wrong.
 """
@@ -140,7 +139,6 @@ def _without_paths(words: Sequence[str]) -> list[str]:
 
 
 def _write(folder: Path, findings: Findings) -> str:
-    """Writes the page, unless an interrupted run would replace an earlier report, and returns a line about it."""
     before = page.date_of(folder)
     if findings.interrupted and (before is not None or not findings.rows):
         return f"nothing was written to {folder}" + (f": the report of {before} stays" if before else "")
@@ -274,8 +272,8 @@ class Bench:
         return teams
 
     def _measure(self, stage: Stage, later_s: float) -> None:
-        """Measures a stage. Adds each row at once, so that an interrupted run keeps its rows. `later_s`: expected time
-        of later stages; the time left is divided in proportion.
+        """Measures one part of the report. Adds each row at once, so that an interrupted run keeps its rows. `later_s`:
+        expected time of later parts; the time left is divided in proportion.
         """
         before = list(self.findings.rows)
 

@@ -1,4 +1,4 @@
-"""Teams that exchange messages. Readers already wait when the sender's call begins."""
+"""Teams (the processes of one library) that exchange messages. The receivers already wait when a timed send begins."""
 
 from __future__ import annotations
 
@@ -200,8 +200,8 @@ TEAMS = {OWN: OwnTeam, GLOO: TorchTeam, VLLM: VllmTeam, ZMQ: ZmqTeam}
 
 
 class _Entered:
-    """Makes the sender wait until all readers are ready, by counters in shared memory. The sender sleeps between polls,
-    to leave the core to a reader.
+    """Makes the sender wait until all receivers are ready, by counters in shared memory. The sender sleeps between
+    polls, to leave the core to a receiver.
     """
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:

@@ -1,5 +1,5 @@
-"""Runs MPI collectives through mpi4py, on buffers of torch tensors. Open MPI has no bf16 type, so it adds int16
-instead: a cheaper sum with a different result. The check then only proves that the right bytes were added.
+"""Runs MPI collectives through mpi4py, on buffers of torch tensors. Open MPI has no bf16 type, so it adds int16: a
+cheaper sum with a different result. The check then only proves that the right bytes were added.
 """
 
 from __future__ import annotations

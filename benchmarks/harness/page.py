@@ -1,5 +1,6 @@
-"""Writes a run's results as a self-contained page. The table has nccl-tests' columns, sizes and bandwidths
-(doc/PERFORMANCE.md there)."""
+"""Writes a run's results as a self-contained HTML page. Its table has nccl-tests' columns, sizes and bandwidths
+(doc/PERFORMANCE.md there).
+"""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ class Peers:
 
 
 def load_vllm(root: Path) -> Any:
-    """Returns vLLM's distributed module. Every rank must call this before it creates groups. Replaces `vllm.config`,
-    which imports the whole engine, by a stub.
+    """Returns vLLM's distributed module from the folder `root`. Every rank must call this before it creates groups.
+    Replaces `vllm.config`, which imports the whole engine, by a stub.
     """
     for folder in ("site", "vllm"):
         if str(root / folder) not in sys.path:
@@ -133,9 +133,10 @@ def load_vllm(root: Path) -> Any:
 
 
 def vllm_group(root: Path, rank: int, rows: list[list[int]], name: str = "tp", queue: bool = False) -> Any:
-    """Returns vLLM's coordinator over gloo for the list in `rows` that contains `rank`. `rows`: lists of global ranks.
-    Every rank must call this, with torchrun's variables set. `root`: where `setup` put vLLM. `queue`: also creates the
-    message queue.
+    """Returns vLLM's coordinator over gloo for this rank's group. Every rank must call this, with torchrun's variables
+    set.
+
+    `root`: where `setup` put vLLM. `rows`: the global ranks of each group. `queue`: also creates the message queue.
     """
     warnings.filterwarnings("ignore", "The given buffer is not writable")
     os.environ["VLLM_DIST_IDENT"] = ident = f"benchmark-{os.environ['MASTER_PORT']}"

@@ -34,9 +34,6 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Iterable[Panel | tuple[str, Lines]], ours: Sequence[str]) -> str:
-    """Returns an SVG of the panels in two columns. `ours`: names drawn as solid lines. Panels without points are left
-    out.
-    """
     bodies = [
         f'<g transform="translate({at % 2 * WIDTH},{at // 2 * HEIGHT})">{body}</g>'
         for at, body in enumerate(_bodies(panels, ours))

@@ -1,8 +1,9 @@
-"""Measures collectives on GPUs and under torchrun, where the ranks measure the times: each communicator of the group's
-route alone, the whole route, and torch.distributed; eager, compiled and in CUDA graphs. Candidates are checked before
-and after, and take turns by round. Device events time a round, after a barrier and some untimed calls; the slowest
-rank's time counts. algbw, busbw and sizes are those of nccl-tests (doc/PERFORMANCE.md there). `host` is the CPU's time
-of a call. torch's eager all_reduce and broadcast, and candidates named "in place", overwrite their input.
+"""Measures collectives on GPUs and under torchrun: by each communicator of the group alone, by the group, and by
+torch.distributed; eager, compiled and in CUDA graphs.
+
+Device events time a round of calls; the slowest rank's time counts. algbw, busbw and sizes are those of nccl-tests
+(doc/PERFORMANCE.md there). `host` is the CPU's time of a call. torch's eager all_reduce and broadcast, and candidates
+named "in place", overwrite their input.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Way:
 
 
 class Ways:
-    """Each `Way` to run a group's collectives: by one communicator, by all in order of preference, or by torch. Every
+    """The ways to run a group's collectives: by one communicator, by all in order of preference, or by torch. Every
     rank must create this.
     """
 
@@ -68,7 +69,6 @@ class Ways:
             register_route(self._routes[each.name])
 
     def close(self) -> None:
-        """Ends the routes of single communicators. The group can still use these communicators."""
         for route in self._routes.values():
             route.serve_ops(False)
         self._routes.clear()
@@ -107,7 +107,7 @@ def compilable_of_torch(operation: str, group: Any) -> Call:
 
 
 class Ranks(GroupTeam):
-    """Measures each `Way` in each mode (eager, compiled, graph), with the same input."""
+    """Measures each `Way` in each mode (eager, compiled, CUDA graph), with the same input."""
 
     def __init__(self, group: ps.GroupCoordinator, modes: Sequence[str]) -> None:
         super().__init__(group)
@@ -185,7 +185,6 @@ class Ranks(GroupTeam):
         return replay
 
     def _run_tight(self, call: Call, x: Tensor, calls: int) -> float:
-        """Replays a graph until at least `calls` calls ran. Returns the seconds for `calls`."""
         if call not in self._graphs:
             return super()._run_tight(call, x, calls)
         graph, step = self._graphs[call]
@@ -230,8 +229,8 @@ def picture(rows: Sequence[RankRow]) -> str:
 
 
 def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str, str]]:
-    """Measures all cases. Returns whether all results were right. On the first rank, also returns the rows, and the
-    omitted modes with reasons.
+    """Measures all cases. Returns True if all results were right, the rows, and the omitted modes with reasons. Rows
+    and modes are empty on all but the first rank.
     """
     config = dynamo().config  # takes seconds, which `--help` doesn't need
     for name in ("recompile_limit", "cache_size_limit"):  # allow a graph per carrier and operation; torch renamed it
@@ -254,8 +253,8 @@ def run_rank(options: argparse.Namespace) -> tuple[bool, list[RankRow], dict[str
 
 
 def main(options: argparse.Namespace) -> tuple[int, list[RankRow], dict[str, str]]:
-    """Measures in this process if a launcher such as torchrun started it, else in new ranks. Returns 0, or 1 if a
-    result was wrong, and the rows and left-out modes of `run_rank`.
+    """Measures in this process if a launcher such as torchrun started it, else in new ranks. Returns the exit code (1:
+    a result was wrong), and the rows and omitted modes of `run_rank`.
     """
     if environment.detect(rendezvous=False).world_size > 1:
         found = [run_rank(options)]

@@ -52,12 +52,12 @@ def measure_all(
     until: float = math.inf,
     progress: Progress | None = None,
 ) -> list[Row]:
-    """Measures each case on all teams, and returns the rows. Then repeats, for about `plan.repeat_s`, the cases during
-    which other processes used cores.
+    """Measures each case on all teams, and returns one row per case. Then repeats, for about `plan.repeat_s`, the cases
+    during which other processes used cores.
 
     `teams`: one object per library, which runs its calls. `cases`: arguments of the teams' method `prepare`; an entry
     "most_calls" limits the calls per round. `keep` gets all rows after each case. `until`: time.monotonic() at which
-    all should be done; late cases get fewer rounds, but at least 3. `progress`: by default a new one.
+    all should be done; late cases get fewer rounds, but at least 3.
     """
     shown = Progress(len(cases) * plan.case_s) if progress is None else progress
     rows: list[Row] = []
@@ -94,7 +94,6 @@ class Strangers:
         self.before_s = self._others_s()
 
     def cores(self) -> float | None:
-        """Returns the mean number of cores; None if the system doesn't report it or a rank has exited."""
         now_s = self._others_s()
         if now_s is None or self.before_s is None:
             return None

@@ -1,5 +1,6 @@
-"""Starts the processes of one library (a team) and sends them requests. An idle team blocks in a socket read,
-so the measured team has all cores. A team that fails or misses a deadline is ended."""
+"""Starts the processes of one library (a team) and sends them requests. An idle team blocks in a socket read, so it
+uses no core. A team that fails or misses a deadline is ended.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def python_path(*folders: Path) -> str:
 
 
 class Fork:
-    """A rank forked from this process, because an interpreter that imports torch takes seconds. Has those members of
+    """A rank forked from this process, because a new interpreter takes seconds to import torch. Has those members of
     `Popen` that a team uses.
     """
 
@@ -100,9 +101,11 @@ class Team:
         root: Path = ROOT,
         forks: bool = True,
     ) -> None:
-        """`module`, `settings`: see worker.py. `launcher`: a command such as `mpiexec -n 2 python`, to which the worker
-        script is appended; None: the team starts each rank. `root`: folder with both packages. `forks`: ranks are forks
-        of this process; else each is an interpreter, and can import another tree.
+        """`module`, `settings`: see worker.py. `size`: number of ranks. `launcher`: a command such as `mpiexec -n 2
+        python`, to which the worker script is appended; None: the team starts each rank. `root`: folder with both
+        packages.
+
+        `forks`: ranks are forks of this process; else each is a new interpreter, and can import another tree.
         """
         self.name = name
         self.size = size
@@ -254,7 +257,9 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def started(teams: Sequence[Team], left_out: dict[str, str] | None = None) -> Iterator[list[Team]]:
-    """Yields the teams that started; `left_out` gets the others' reasons. Ends all teams on exit and SIGTERM."""
+    """Yields the teams that started; `left_out` gets the reasons of teams that didn't. Ends all teams on exit and
+    SIGTERM.
+    """
     before = signal.getsignal(signal.SIGTERM)
     if before == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

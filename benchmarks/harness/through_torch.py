@@ -1,8 +1,7 @@
 """Compares torch.distributed over "parallel_state", over gloo, and over torch's `fake` backend, whose time is the cost
-of torch's own layers. A lower bound for "parallel_state" is a call over `fake` followed by this library's op. If ranks
-share cores, this bound is several times the time over `fake`, because ranks evict each other's caches. `dist` calls
-work in place, `functional` ones are waited for at once, `compiled` ones run under inductor. A step trains 21 million
-parameters.
+of torch's own layers. A lower bound for "parallel_state" is a call over `fake` followed by this library's op.
+
+`dist` calls work in place, `functional` calls are waited for at once, `compiled` calls run under inductor.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class ThroughTorch:
         return f"torch {torch.__version__}, torch.distributed over {BACKENDS[self.name]}{without}"
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """Prepares a case and returns its candidates. `values`: `kind`, one of CALLS or STEPS; for CALLS also
-        `operation`, `dtype`, and `bytes` as nccl-tests define them.
+        """Prepares a case and returns the names of the calls to time. `values`: the case, with `kind`, one of CALLS or
+        STEPS; for CALLS also `operation`, `dtype`, and `bytes` as nccl-tests define them.
         """
         kind = values["kind"]
         if self.name == CARRIED and kind != "dist":

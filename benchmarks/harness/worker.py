@@ -1,7 +1,8 @@
-"""One process of a team, which `teams` starts: python worker.py SOCKET MODULE TEAM ROOT. MODULE (a name or file) has
-`make(name, settings)`, which returns the team's object, and optionally `load(name, settings)` for imports, which the
-start-up time excludes. The object has `rank`, `size`, the methods in `parallel_state.tools.bench.rounds`, and
-optionally `close`, which each rank calls.
+"""One rank of a team, started by `teams`: python worker.py SOCKET MODULE TEAM ROOT.
+
+MODULE (a name or file) has `make(name, settings)`, which returns the team's object, and optionally `load(name,
+settings)` for imports, which the start-up time excludes. The object has `rank`, `size`, the methods in
+`parallel_state.tools.bench.rounds`, and optionally `close`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ CLOSE_S = 3
 
 
 def pin(rank: int, size: int, cores: list[int]) -> None:
-    """Pins this rank to its own core, or to all `cores` if there are fewer than ranks. Call this after groups are
-    created, because they count available cores.
+    """Pins rank `rank` of `size` to its own core, or to all `cores` if there are fewer than ranks. Call this after
+    groups are created, because groups count available cores.
     """
     os.sched_setaffinity(0, {cores[rank]} if size <= len(cores) else cores)
 

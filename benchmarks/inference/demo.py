@@ -1,4 +1,4 @@
-"""The demo: all-MiniLM-L6-v2, real weights, as a small tensor- and pipeline-parallel engine on `parallel_state`.
+"""Runs the model all-MiniLM-L6-v2 with real weights, tensor- and pipeline-parallel, on `parallel_state`.
 
     make demo                                                 TP 2 x PP 2 over this repository's README
     python benchmarks/inference/demo.py --input notes.md --query "what happens when a process dies?"
@@ -13,8 +13,8 @@ How a batch travels:
     stage        pp.send_tensor_dict(all_gather_group=tp)   next stage; tp.all_reduce inside (minilm.py)
     last stage   world.send_tensor_dict                     driver
 
-With `--device cuda` ranks share GPUs if there are fewer. `--cuda-graph` captures each stage once per shape of batch
-(`StageGraphs`). With compiled layers it hasn't run on a GPU yet.
+With `--device cuda` ranks share GPUs if there are fewer than ranks. `--cuda-graph` captures each stage once per shape
+of batch; with compiled layers this hasn't run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ Batch = dict[str, Tensor]
 
 class Engine:
     """A model that is divided over all ranks. Every rank makes an engine and calls the same methods in the same order.
-    Only the driver passes batches and gets embeddings.
+    Only the driver, global rank 0, passes batches and gets embeddings.
     """
 
     def __init__(self, compiled: bool, in_graphs: bool = False, sharing: str = "") -> None:
@@ -93,15 +93,14 @@ class Engine:
             self.graphs.capture([tuple(shape) for shape in self.world.broadcast_object(shapes)])
 
     def close(self) -> None:
-        """Frees CUDA graphs. Call this before the groups are destroyed."""
         if self.graphs is not None:
             self.graphs.close()
 
     @torch.inference_mode()
     def encode(self, batches: list[Batch] | None, progress: Callable[[int], None] | None = None) -> Tensor | None:
-        """Returns the embeddings [texts, hidden] of the driver's batches, in the texts' order; None on other ranks.
-        Replicas take batches in turn. On the driver, `progress` gets the number of texts that just entered the
-        pipelines.
+        """Returns the embeddings [texts, hidden] of the driver's batches, in the texts' order; None on other ranks,
+        which pass None. Replicas take batches in turn. On the driver, `progress` gets the number of texts that just
+        entered the pipelines.
         """
         count = self.world.broadcast_object(len(batches) if self.is_driver else None)
         replica, replicas = self.dp.rank_in_group, self.dp.world_size
@@ -140,7 +139,9 @@ class Engine:
         return torch.cat([share["embeddings"] for share in shares])[order].cpu()
 
     def survey(self) -> list[dict[str, Any]]:
-        """Returns for every rank: axis -> its group's ranks, route, and traffic as `{operation: [calls, bytes]}`."""
+        """Returns for every rank: axis -> its group's ranks, communicators, and traffic as `{operation: [calls,
+        bytes]}`.
+        """
         groups = {"tp": self.tp, "pp": self.pp, "dp": self.dp, "world": self.world}
         facts = {
             axis: {
@@ -184,8 +185,8 @@ TOKENS = 32
 
 
 class StageGraphs:
-    """Calls a stage through CUDA graphs, one for each shape. A result is overwritten by the next call with inputs of
-    that shape.
+    """Calls a pipeline stage through CUDA graphs, one for each shape of inputs. A result is overwritten by the next
+    call with the same shape.
     """
 
     def __init__(self, stage: minilm.Stage) -> None:

@@ -1,4 +1,4 @@
-"""The model all-MiniLM-L6-v2: names of weights, shapes, pooling. The sharded layers communicate by
+"""Defines the model all-MiniLM-L6-v2: names of weights, shapes, pooling. The sharded layers communicate by
 `get_tp_group().all_reduce` only; `PlainModel`, which checks them, shares no code with them.
 """
 
@@ -71,7 +71,7 @@ def make_batches(
     texts: Sequence[str], batch_size: int, device: torch.device, multiple: int = 1
 ) -> list[dict[str, Tensor]]:
     """Returns batches of similar size, sorted by length: `{"token_ids": [texts, tokens], "indices": [texts]}`.
-    `indices` are the texts' numbers; `tokens` is padded to a multiple of `multiple`.
+    `indices` are the texts' positions in `texts`; `tokens` is padded to a multiple of `multiple`.
     """
     tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     tokenizer.no_padding()  # the file always pads to 128 tokens
@@ -104,7 +104,9 @@ class Checkpoint:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds a range of the vocabulary and gives zeros for other tokens. The sum over ranks is the result."""
+    """An embedding whose vocabulary is divided over the ranks. A rank gives zeros for other ranks' tokens. The sum over
+    ranks is the result.
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str, vocab_size: int) -> None:
         super().__init__()
@@ -123,8 +125,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """`x @ W.T + b` with output features divided over the ranks: needs no communication. Several names make
-    one fused layer: each is divided, then this rank's parts are stacked."""
+    """`x @ W.T + b` with output features divided over the ranks: needs no communication. Several weight names make one
+    fused layer: each weight is divided, then this rank's parts are stacked.
+    """
 
     def __init__(self, checkpoint: Checkpoint, *names: str) -> None:
         super().__init__()
@@ -138,8 +141,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """`x @ W.T + b` with input features divided over the ranks, which sum the output. The bias is whole on
-    every rank, so it is added after the sum."""
+    """`x @ W.T + b` with input features divided over the ranks, which sum the output. Every rank has the whole bias, so
+    it is added after the sum.
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         super().__init__()

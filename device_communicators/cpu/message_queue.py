@@ -112,7 +112,9 @@ class _End:
         )  # fmt: skip
 
     def failed(self, status: int, operation: str, started: float) -> CommunicationError:
-        """Returns the error of a failed call, which later calls on this queue raise again. `status`: a `QueueStatus`."""
+        """Returns the error of a failed call, which later calls on this queue raise again. `status`: a
+        `QueueStatus`.
+        """
         report, members = self._report, self.members
         elapsed_s = max(time.monotonic() - started, report[_ELAPSED_US] / 1e6)
         report[_BROKEN] = status
@@ -163,7 +165,9 @@ class _End:
             self._leave(self.end)
 
     def close(self) -> bool:
-        """Frees this end of the queue. Returns False if a thread is still in a call; the memory must then stay mapped."""
+        """Frees this end of the queue. Returns False if a thread is still in a call; the memory must then stay
+        mapped.
+        """
         self.leave()
         deadline = time.monotonic() + _CLOSE_GRACE_S
         if self.is_held_here or not self.lock.acquire(timeout=_CLOSE_GRACE_S):

@@ -492,7 +492,6 @@ def _last_failure(lock: IO[bytes]) -> dict[str, Any] | None:
 
 
 def _prune(target: Path) -> None:
-    """Removes from `target`'s folder the folders of killed compiles, and libraries unused for 60 days."""
     now = time.time()
     for path in target.parent.iterdir():
         with contextlib.suppress(OSError):

@@ -309,7 +309,6 @@ class NativeGroup:
         return counts
 
     def meter(self) -> Meter:
-        """Returns statistics of the calls made while `ps_measure_calls` is on."""
         words = (ctypes.c_uint64 * (3 * _METHODS + max(_PARTS, self.size)))()
         self.library.ps_group_meter(self.number, words)
         taken = {

@@ -56,7 +56,9 @@ class Segment:
 
     @classmethod
     def open(cls, name: str) -> Segment | None:
-        """Opens the segment `name`. Returns None if this host has none. Raises SegmentError for another user's segment."""
+        """Opens the segment `name`. Returns None if this host has none. Raises SegmentError for another user's
+        segment.
+        """
         if not _NAME.fullmatch(name):
             return None
         try:
@@ -136,7 +138,6 @@ def _sweep_one(path: str) -> bool:
 
 
 def _keep(descriptor: int) -> bool:
-    """Locks a new segment. Returns False if another process's `sweep` removed its name before."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -193,9 +193,6 @@ class _Roll:
                 self._near.read(self._store, self._key(""))
 
     def _open(self) -> str:
-        """Returns the current attempt's name, or starts one. Raises CallsDifferError if that attempt has another
-        `call`.
-        """
         own = secrets.token_hex(_TOKEN_BYTES) + self._digest
         found = self._store.compare_set(_ATTEMPT, "", own).decode()
         if found == own and self._call:
@@ -219,7 +216,6 @@ class _Roll:
         return list(missing) or self._absent(self._ranks, -1)
 
     def _enter(self) -> list[list[Any]]:
-        """Adds this rank's entry. The last rank publishes all entries and returns them; other ranks return []."""
         if self._store.compare_set(self._key(self._rank), "", self._entry).decode() != self._entry:
             # An earlier call of this rank didn't close its attempt.
             self._store.compare_set(_ATTEMPT, self._attempts[-1], "")
@@ -231,7 +227,6 @@ class _Roll:
         return [entry for _, entry in entries]
 
     def _read(self) -> list[list[Any]]:
-        """Returns all entries, or [] if they are an earlier call's and this rank's entry isn't among them."""
         text = self._store.compare_set(self._key("roll"), _NOTHING, _NOTHING).decode()
         if text == _NOTHING:  # deleted meanwhile; `get` would wait for the key
             return []

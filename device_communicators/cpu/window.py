@@ -1,4 +1,6 @@
-"""Windows: memory of each rank that other ranks can write. Ranks of the same host can also read it (csrc/one_sided.h)."""
+"""Windows: memory of each rank that other ranks can write. Ranks of the same host can also read it
+(csrc/one_sided.h).
+"""
 
 from __future__ import annotations
 

@@ -706,9 +706,6 @@ _SHARED: WeakSet[Watcher] = WeakSet()
 
 
 def _in_parts(record: bytes, gather: Callable[[int, bytes], list[bytes]]) -> list[bytes]:
-    """Exchanges long records in parts. Returns all ranks' records. `gather(number, part)` exchanges part `number` of
-    each rank's record.
-    """
     framed = _LENGTH.pack(len(record)) + record
     found = gather(0, framed[:MOST_VALUE_BYTES])
     ends = [_LENGTH.size + _LENGTH.unpack_from(each)[0] for each in found]

@@ -178,9 +178,6 @@ def _read_gpu(reader: Reader, index: int) -> Gpu:
 
 
 def _links(facts: _Facts, gpu: int) -> tuple[Link, ...] | None:
-    """Returns the GPU's NVLinks, or None if unknown. If NVML answers for at least one link, links without an answer
-    don't exist.
-    """
     links: list[Link] = []
     reasons: set[str] = set()
     answered = False

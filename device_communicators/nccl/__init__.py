@@ -1,1 +1,3 @@
-"""Runs collectives and transfers of GPU tensors over NCCL, with deadlines and aborts, on the caller's current stream."""
+"""Runs collectives and transfers of GPU tensors over NCCL, with deadlines and aborts, on the caller's current
+stream.
+"""

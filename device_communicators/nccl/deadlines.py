@@ -107,7 +107,6 @@ class Watch:
             calls.add(stream, call)
 
     def streams(self) -> list[int]:
-        """Returns the streams (cudaStream_t) on which calls ran, except captured calls."""
         return list(self._streams)
 
     def device_is_done(self) -> bool:

@@ -330,7 +330,9 @@ def make_record(library: NcclLibrary, context: GroupContext, *, makes_id: bool) 
 
 
 def gather_records(context: GroupContext, mine: SetUpRecord) -> list[SetUpRecord]:
-    """All-gathers the ranks' set-up records. Every rank calls this. Raises ConfigMismatchError if NCCL versions differ."""
+    """All-gathers the ranks' set-up records. Every rank calls this. Raises ConfigMismatchError if NCCL versions
+    differ.
+    """
     records = [SetUpRecord.from_buffer_copy(each) for each in context.gather(bytes(mine), "nccl set-up")]
     _compare(context, context.ranks, records)
     return records

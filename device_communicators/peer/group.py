@@ -278,7 +278,6 @@ class PeerGroup:
         self._launch(("reduce_scatter", how, out.dtype, out.numel(), 0), x, out)
 
     def has_norm(self, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-        """Returns True if the fused norm supports these tensors. All ranks get the same result."""
         if x.dim() == 0 or x.numel() == 0 or x.dtype not in DTYPES:
             return False
         if residual.shape != x.shape or weight.shape != x.shape[-1:]:

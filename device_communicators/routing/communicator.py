@@ -290,7 +290,9 @@ class Communicator(ABC):
         return out.movedim(0, dim).contiguous()
 
     def reduce_scatter(self, x: Tensor, dim: int, reduce_op: str, out: Tensor | None = None) -> Tensor:
-        """Reduces the ranks' `[…, size · d, …]`. Returns this rank's slice `[…, d, …]` along `dim`, in `out` if given."""
+        """Reduces the ranks' `[…, size · d, …]`. Returns this rank's slice `[…, d, …]` along `dim`, in `out` if
+        given.
+        """
         out = new_scattered(x, dim, self.context.size) if out is None else out
         if x.shape[:dim].numel() == 1:
             self.flat_reduce_scatter(out.flatten(0, dim), x.contiguous().flatten(0, dim), reduce_op)
@@ -374,7 +376,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def flat_reduce_scatter(self, out: Tensor, x: Tensor, reduce_op: str) -> None:
-        """Reduces the ranks' `x`, of shape `[size · out.shape[0], *out.shape[1:]]`. Writes this rank's slice to `out`."""
+        """Reduces the ranks' `x`, of shape `[size · out.shape[0], *out.shape[1:]]`. Writes this rank's slice to
+        `out`.
+        """
 
     @abstractmethod
     def flat_gather(self, out: Tensor | None, x: Tensor, dst: int) -> None:
