@@ -1,5 +1,5 @@
-"""Ranks for `init_scaling`. `run_ranks` forks the ranks, and a server of their store, from a process that has imported
-everything. It must have only one thread, because locks that other threads hold would stay locked in a fork.
+"""Ranks for `init_scaling`. `run_ranks` forks the ranks, and a server of their store, from this process, which has
+imported everything. The process must have only one thread: locks that other threads hold would stay locked in a fork.
 
 `mark(name)` records the end of a step. On torch's `fake` backend, one process with a `StoreOfOneRank` acts as rank r of
 n, and also runs Megatron-core's `initialize_model_parallel`.

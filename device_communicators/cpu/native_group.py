@@ -129,7 +129,7 @@ class NativeGroup:
 
     def span(self, host_of_rank: Sequence[int], connections: Connections, *, meshed: bool, rounded: bool) -> None:
         """Extends the group over several hosts. Call this before the first collective. The group then owns the
-        descriptors of `connections`, this rank's to ranks on other hosts.
+        descriptors of `connections`, which lead to ranks on other hosts.
 
         `host_of_rank`: host number by rank. `meshed`: all ranks of different hosts are connected. `rounded`: sums of
         bfloat16 are sent as bfloat16, not as float32.

@@ -266,7 +266,7 @@ class Watcher:
             raise
 
     def share(self) -> None:
-        """Lets groups of the torch backend use this watcher. These groups must be closed before this watcher."""
+        """Lets groups of the torch.distributed backend use this watcher. Close these groups before this watcher."""
         _SHARED.add(self)
 
     def join(self, other: Watcher, name: str) -> None:

@@ -222,7 +222,7 @@ def _share(context: GroupContext, size_bytes: int, way: SharingMethod) -> PeerMe
 
 
 def run_on_all_ranks(context: GroupContext, what: str, step: Callable[[], Any]) -> list[Any]:
-    """Runs `step` on every rank, each of which calls this. Returns all ranks' results by rank; these must be JSON data.
+    """Runs `step` on every rank, each of which calls this. Returns all ranks' results by rank, which must be JSON data.
     If `step` raises on one rank, all ranks raise. `what` names the step in errors.
     """
     outcome: dict[str, Any] = {}

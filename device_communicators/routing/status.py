@@ -51,7 +51,7 @@ _MOST_SHOWN = 256
 
 
 class _Failed:
-    """Reports and states that ranks sent about one failed group, by global rank."""
+    """The reports and states that other ranks sent about one failed group, by global rank."""
 
     def __init__(self) -> None:
         self.reports: dict[int, Report] = {}
