@@ -381,7 +381,7 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
 
 
 def _lost_promises(collected: Path) -> list[str]:
-    return promises.problems(promises.promises_of(collected.read_text(encoding="utf-8").splitlines()))
+    return promises.problems(promises.promises_of(promises.collected(collected)))
 
 
 def _run_again(names: Sequence[str]) -> Run:

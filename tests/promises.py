@@ -11,6 +11,9 @@ A promise is one line, made from a collected test's name or a key of `digests.js
     layout | megatron | sglang | the_groups             # preset, engine whose code makes the groups, further parameters
     doors | gloo-compiled-all_reduce                    # transport, door, operation
 
+A row's transport and door are in the test's parameters or markers (`over`, `door`). The transport is "any" if the
+test moves no tensors, or if any transport would do.
+
 If no test makes a line any more, it must move to the file's last part, below `withdrawn:`. CHANGELOG.md must then quote
 it in backquotes with the reason, literally or by a pattern such as `row * | gloo | *`. CI runs `python -m tests.lanes`,
 which compares the file with the collected tests.
@@ -20,19 +23,22 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.extent import LONG
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = Path(__file__).with_suffix(".txt")
 COLLECTED = "TESTS_COLLECTED_FILE"
-"""Environment variable that names a file. A run of pytest appends the ids of the collected tests to this file."""
+"""Environment variable that names a file. A run of pytest appends its tests to this file, see `tests/conftest.py`."""
 _WITHDRAWN = "withdrawn:"
 _TRANSPORTS = {
     "shared memory": ("shared memory", "shared_memory"),
@@ -52,10 +58,16 @@ _ENGINES = ("device_mesh", "fairseq2", "megatron", "sglang", "torchtitan", "vllm
 _LAYOUTS = ("tests/unit/test_engine_layouts.py", "tests/unit/test_incumbent_layouts.py")
 
 
-def promises_of(test_ids: Iterable[str]) -> set[str]:
+class Item(NamedTuple):
+    id: str
+    over: tuple[str, ...] = ()
+    door: str = ""
+
+
+def promises_of(tests: Iterable[Item]) -> set[str]:
     rows = rows_of_the_table()
     found: set[str] = set()
-    for test_id in test_ids:
+    for test_id, over, door in tests:
         path, _, name = test_id.partition("::")
         function, _, parameters = name.partition("[")
         parameters = parameters.removesuffix("]")
@@ -63,8 +75,9 @@ def promises_of(test_ids: Iterable[str]) -> set[str]:
         held = rows_of(path, function, rows)
         for row in held if named is None else held & {int(named[1]), 46} | {int(named[1])}:
             case = _without_transport(parameters) or function.removeprefix("test_")
-            transport, door = _word(_TRANSPORTS, test_id, "any"), _word(_DOORS, test_id, "coordinator")
-            found.add(f"row {row:02} | {transport} | {door} | {case}")
+            door = door or _word(_DOORS, test_id, "coordinator")
+            transports = over or (_word(_TRANSPORTS, test_id, "any"),)
+            found |= {f"row {row:02} | {transport} | {door} | {case}" for transport in transports}
         if function in ("test_bits_are_the_stored_ones", "test_compiled_bits_are_the_stored_ones"):
             found |= set(_of_digests(parameters, "compiled" in function))
         elif path.startswith("tests/compile/"):
@@ -138,19 +151,20 @@ def _of_layouts(function: str, preset: str, *others: str) -> str:
     return f"layout | {preset or 'any order'} | {engine} | {test}"
 
 
-def note_collected(test_ids: Iterable[str]) -> None:
-    path = os.environ.pop(COLLECTED, None)  # a pytest started by a test has other tests
-    if path:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(f"{test_id}\n" for test_id in test_ids))
+def collected(file: Path) -> list[Item]:
+    """Returns the tests that runs of pytest have appended to the file."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [Item(line["id"], tuple(line["over"]), line["door"]) for line in lines]
 
 
-def _collect() -> list[str]:
+def _collect() -> list[Item]:
     folders = [f"tests/{name}" for name in ("failure", "contract", "internals", "compile")]
     paths = [path for path in (*folders, *_LAYOUTS) if (ROOT / path).exists()]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *paths]
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [line for line in out.splitlines() if "::" in line]
+    with tempfile.NamedTemporaryFile() as file:
+        environment = {**os.environ, COLLECTED: file.name}
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True, env=environment)
+        return collected(Path(file.name))
 
 
 def main() -> None:

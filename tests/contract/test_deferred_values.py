@@ -15,7 +15,7 @@ from device_communicators.calls.memory import DEFERRED_KEYS, as_bytes, holds_val
 from parallel_state import TensorDictSpec
 from tests.contract import deferred
 from tests.contract.carriers import Carrier, Member
-from tests.contract.test_objects import own_group
+from tests.contract.test_objects import OVER, own_group
 from tests.helpers.doors import CALLS, OP_NAMES, call_op, written_by
 from tests.hosts import HostRanks, Hosts
 from tests.workers import WorkerPool
@@ -301,7 +301,7 @@ def _messages(over: str) -> None:
         _written_body(member, WRITING_MESSAGES)
 
 
-@pytest.mark.parametrize("over", ["queue", "connections", "route"])
+@pytest.mark.parametrize("over", OVER)
 def test_messages(pools: Pools, over: str) -> None:
     pools(3).run(_messages, over, tp=3, timeout_s=60.0)
 
@@ -354,6 +354,8 @@ def _compiled() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.door("compiled")
+@pytest.mark.over("shared memory")
 def test_in_compiled_code(pools: Pools) -> None:
     pools(2).run(_compiled, tp=2, timeout_s=120.0)
 
@@ -450,7 +452,14 @@ def _torch_backend_over_gloo() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize("body", [_torch_backend, _torch_backend_over_gloo])
+@pytest.mark.door("torch.distributed")
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(_torch_backend, marks=pytest.mark.over("shared memory")),
+        pytest.param(_torch_backend_over_gloo, marks=pytest.mark.over("connections")),
+    ],
+)
 def test_over_the_backend_of_torch_distributed(pools: Pools, body: Callable[[], None]) -> None:
     pools(3).run(body, timeout_s=120.0)
 
@@ -468,6 +477,7 @@ def _torch_backend_on_hosts(backend: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.door("torch.distributed")
 def test_over_the_backend_of_torch_distributed_on_hosts(hosts: Hosts) -> None:
     found = []
     for backend in ("gloo", "parallel_state"):
@@ -488,5 +498,7 @@ def _torch_backend_of_another() -> None:
         assert torch.equal(out, -torch.ones(2 * size))
 
 
+@pytest.mark.over("gloo")
+@pytest.mark.door("torch.distributed")
 def test_other_backends_keep_what_they_had(pools: Pools) -> None:
     pools(2).run(_torch_backend_of_another, timeout_s=60.0)

@@ -122,6 +122,13 @@ def plain_zoo(seed: int) -> dict[Any, Any]:
     }
 
 
+OVER = (
+    pytest.param("queue", marks=pytest.mark.over("shared memory")),
+    "connections",
+    pytest.param("route", marks=pytest.mark.over("connections")),
+)
+
+
 @contextlib.contextmanager
 def own_group(over: str = "queue", **kwargs: Any) -> Iterator[GroupCoordinator]:
     """A group with its own process groups, for tests that make it fail. All ranks must enter it. `over`: "queue"

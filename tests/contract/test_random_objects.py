@@ -14,7 +14,7 @@ from device_communicators.calls.memory import QUANTIZED
 from parallel_state import GroupCoordinator, TensorDictSpec
 from tests.contract import random_objects
 from tests.contract.random_objects import check_arrived, tensor, tensors, value
-from tests.contract.test_objects import own_group
+from tests.contract.test_objects import OVER, own_group
 from tests.extent import LONG
 from tests.helpers.doors import CALLS_OF_MESSAGES
 from tests.hosts import HostRanks
@@ -153,7 +153,7 @@ def _on_transport(over: str, name: str, seeds: Sequence[int]) -> None:
         _body(group, seeds)
 
 
-@pytest.mark.parametrize("over", ["queue", "connections", "route"])
+@pytest.mark.parametrize("over", OVER)
 def test_on_one_host(pools: Pools, over: str) -> None:
     pools(3).run(_on_transport, over, "tp", range(SEEDS), tp=3, timeout_s=DEADLINE_S * (10 if LONG else 1))
 
@@ -183,6 +183,7 @@ def _sliced(seeds: Sequence[int]) -> None:
                 check_arrived(pp.recv_tensor_dict(0, all_gather_group=tp), given, f"seed {seed}")
 
 
+@pytest.mark.over("shared memory")
 def test_in_slices(pools: Pools) -> None:
     pools(4).run(_sliced, range(SEEDS), tp=2, pp=2, timeout_s=DEADLINE_S)
 
@@ -213,7 +214,7 @@ def _every_dtype(over: str) -> None:
                 check_arrived(group.recv_tensor_dict(0, spec=spec), {"x": first}, f"send_tensor_dict of {dtype}")
 
 
-@pytest.mark.parametrize("over", ["queue", "connections", "route"])
+@pytest.mark.parametrize("over", OVER)
 def test_every_dtype_of_torch(pools: Pools, over: str) -> None:
     pools(3).run(_every_dtype, over, tp=3, timeout_s=DEADLINE_S)
 
@@ -253,6 +254,6 @@ def _refuse_all(group: GroupCoordinator, is_src: bool) -> None:
     assert group.broadcast_object("on" if is_src else None) == "on"
 
 
-@pytest.mark.parametrize("over", ["queue", "connections", "route"])
+@pytest.mark.parametrize("over", OVER)
 def test_dtypes_that_do_not_travel(pools: Pools, over: str) -> None:
     pools(2).run(_refused, over, tp=2, timeout_s=DEADLINE_S)

@@ -7,6 +7,7 @@ import gc
 import os
 from typing import NamedTuple
 
+import pytest
 import torch
 
 import parallel_state as ps
@@ -49,6 +50,7 @@ def _worlds(port: int) -> list[Footprint]:
     return found
 
 
+@pytest.mark.over("shared memory")
 def test_row_31_worlds_on_one_port(ranks: Ranks) -> None:
     with held_port() as port:
         for settled, after in ranks.run(_worlds, port, timeout_s=DEADLINE_S + WORLDS):

@@ -48,6 +48,7 @@ from tests.failure.worlds import (
     until_it_fails,
 )
 
+pytestmark = pytest.mark.over("shared memory")
 HERE = tuple(name for name in OPERATIONS if name not in ("all_reduce_add_rms_norm", "send_tensor_dict"))
 DEFAULT = "0"
 

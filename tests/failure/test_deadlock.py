@@ -19,7 +19,7 @@ from tests.contract.attempts import Outcome, attempt, environment
 from tests.failure.over_torch import OVER_TORCH
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
-from tests.failure.worlds import DEADLINE_S, ROUTES, settings_of, world_over
+from tests.failure.worlds import DEADLINE_S, ROUTES, ROUTES_AND_TORCH, settings_of, world_over
 
 T_S, SOFT_S = 4.0, 2.0
 WITHIN_S = T_S + 1.0
@@ -147,19 +147,19 @@ def test_row_42_ranks_wait_in_different_groups(ranks: Ranks, tmp_path: Path, rou
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("route", ROUTES_AND_TORCH)
 def test_row_42_one_has_left_the_loop(ranks: Ranks, tmp_path: Path, route: str) -> None:
     _check_that_one_has_left(ranks, tmp_path, route)
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("route", ROUTES_AND_TORCH)
 def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_rank(ranks: Ranks, tmp_path: Path, route: str) -> None:
     _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0))
 
 
 @pytest.mark.side_by_side
-@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("route", ROUTES_AND_TORCH)
 def test_row_42_one_has_left_the_loop_with_a_timeout_of_each_call(ranks: Ranks, tmp_path: Path, route: str) -> None:
     _check_that_one_has_left(ranks, tmp_path, route, (5.0, 0.0, 3.0, 0.0), of_calls=True)
 

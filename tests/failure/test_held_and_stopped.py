@@ -19,6 +19,7 @@ from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, kill_me
 from tests.hosts import HostRanks, Hosts, problem
 
+pytestmark = pytest.mark.over("hosts")
 BEAT_S, LIMIT_S = 0.2, 1.5
 HELD_S = 3 * LIMIT_S
 LARGE_BYTES = 4 << 30
@@ -179,7 +180,10 @@ def _free_bytes() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("over_hosts", [False, True], ids=["one host", "two hosts"])
+@pytest.mark.parametrize(
+    "over_hosts",
+    [pytest.param(False, id="one host", marks=pytest.mark.over("shared memory")), pytest.param(True, id="two hosts")],
+)
 def test_row_54_a_large_rank_is_killed(tmp_path: Path, over_hosts: bool) -> None:
     """The kernel frees 4 GiB before it closes the sockets and signals the pidfd."""
     if _free_bytes() < 2 * LARGE_BYTES:

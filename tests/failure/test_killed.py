@@ -124,6 +124,7 @@ def wait_in_every_call(operations: tuple[str, ...], route: str, folder: str) -> 
         return {name: outcome.result() for name, outcome in outcomes.items()}
 
 
+@pytest.mark.over("shared memory")
 def test_row_03_errors_count_from_the_begin_of_their_calls(ranks: Ranks, tmp_path: Path) -> None:
     check_elapsed_in(ranks, OPERATIONS, "shared memory", tmp_path)
 

@@ -20,10 +20,11 @@ from tests.failure.worlds import (
     OPERATIONS,
     ROUTES,
     calls_of_all,
+    seeds_on_routes,
     world_over,
 )
 
-SEEDS = range(200 if LONG else 6)
+SEEDS = seeds_on_routes(200 if LONG else 6)
 
 
 def _mixed_calls(route: str, seed: int, folder: str) -> tuple[End, float]:

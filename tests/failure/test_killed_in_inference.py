@@ -19,9 +19,9 @@ from tests.extent import LONG
 from tests.failure.random_kills import End, check_ends, kill_one, until_killed
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
-from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, settings_of
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, seeds_on_routes, settings_of
 
-SEEDS = range(200 if LONG else 4)
+SEEDS = seeds_on_routes(200 if LONG else 4)
 LAYERS, HIDDEN, INNER, TOKENS = 4, 32, 64, 6
 
 

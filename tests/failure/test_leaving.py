@@ -22,7 +22,7 @@ from tests.contract.test_threads import PAST_PYTHON
 from tests.failure.over_torch import OVER_TORCH
 from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
-from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, kill_me, world_over
+from tests.failure.worlds import DEADLINE_S, LONG_TIMEOUT_S, ROUTES, ROUTES_AND_TORCH, kill_me, world_over
 from tests.hosts import Hosts, problem
 
 pytestmark = pytest.mark.side_by_side
@@ -70,7 +70,7 @@ def _one_leaves_and_lives(route: str, call: str, folder: str) -> Outcome | None:
 
 @pytest.mark.parametrize("over_hosts", [False, True], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("call", ["all_reduce", "recv", "recv_object"])
-@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("route", ROUTES_AND_TORCH)
 def test_who_leaves_and_lives_is_not_told_as_ended(tmp_path: Path, route: str, call: str, over_hosts: bool) -> None:
     if over_hosts and problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")
@@ -135,7 +135,7 @@ def _ended_by_a_handler(route: str, call: str, folder: str, past_python: bool = 
 
 @pytest.mark.parametrize("over_hosts", [False, True], ids=["one host", "two hosts"])
 @pytest.mark.parametrize("call", WAITING)
-@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("route", ROUTES_AND_TORCH)
 def test_a_handler_that_ends_the_world_and_exits(tmp_path: Path, route: str, call: str, over_hosts: bool) -> None:
     if over_hosts and problem() is not None:
         pytest.skip(f"no hosts can be made here: {problem()}")

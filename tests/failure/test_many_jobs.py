@@ -29,6 +29,7 @@ def _meet(job: int) -> tuple[list[int], list[float], str]:
         return jobs, total.tolist(), group.route.communicators[0].name
 
 
+@pytest.mark.over("shared memory")
 def test_row_45_worlds_that_start_at_once(nothing_left: None) -> None:
     with ExitStack() as stack:
         worlds = [Ranks(2) for _ in range(WORLDS)]
@@ -64,6 +65,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
+@pytest.mark.over("shared memory")
 def test_row_45_jobs_that_are_launched_at_once(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

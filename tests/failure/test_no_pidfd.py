@@ -21,7 +21,7 @@ from tests.failure.test_killed import killed_in, latest, until_two_are_gone, wai
 from tests.failure.test_killed_at_random import _mixed_calls
 from tests.failure.test_queues import _reader_dies
 from tests.failure.trials import assert_in_time
-from tests.failure.worlds import DEADLINE_S, ROUTES
+from tests.failure.worlds import DEADLINE_S, ROUTES, ROUTES_AND_TORCH, seeds_on_routes
 from tests.sandbox import needs_filters, refusing
 
 pytestmark = needs_filters
@@ -39,7 +39,7 @@ def without(code: int, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-@pytest.mark.parametrize("route", [*ROUTES, OVER_TORCH])
+@pytest.mark.parametrize("route", ROUTES_AND_TORCH)
 @pytest.mark.parametrize("code", CODES)
 def test_row_57_rank_3_is_killed(ranks: Ranks, tmp_path: Path, code: int, route: str) -> None:
     def trial(folder: Path) -> float:
@@ -92,6 +92,7 @@ def _seen_by_the_library_alone(folder: str) -> Any:
     return _reader_dies("one message", folder)
 
 
+@pytest.mark.over("shared memory")
 def test_row_57_the_reader_dies_and_no_thread_of_python_sees_it(ranks: Ranks, tmp_path: Path) -> None:
     def trial(folder: Path) -> float:
         results = ranks.survivors(without, CODES[1], _seen_by_the_library_alone, str(folder), timeout_s=DEADLINE_S)
@@ -102,7 +103,7 @@ def test_row_57_the_reader_dies_and_no_thread_of_python_sees_it(ranks: Ranks, tm
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds_on_routes(2))
 def test_row_57_killed_amid_any_call(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     def trial(folder: Path) -> float:
         ranks.begin(without, CODES[seed], _mixed_calls, ROUTES[seed], seed, str(folder))

@@ -39,6 +39,7 @@ def _pausing(victim: int) -> tuple[list[Outcome], list[int]]:
 
 
 @pytest.mark.side_by_side
+@pytest.mark.over("hosts")
 @pytest.mark.parametrize("victim", [1, 2, 3])
 def test_a_rank_that_was_stopped_goes_on(victim: int) -> None:
     if problem() is not None:

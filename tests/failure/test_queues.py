@@ -14,7 +14,7 @@ from tests.failure.trials import assert_in_time
 from tests.failure.worlds import DEADLINE_S, kill_me, later, some, world_over
 from tests.helpers.queues import RING_BYTES, SLOT_BYTES, carried_calls
 
-pytestmark = pytest.mark.side_by_side
+pytestmark = [pytest.mark.side_by_side, pytest.mark.over("shared memory")]
 T_S = 1.0
 
 

@@ -23,6 +23,7 @@ from tests.extent import LONG
 from tests.failure.over_torch import OverTorch, torch_world
 from tests.hosts import Hosts, problem
 
+pytestmark = pytest.mark.over("hosts")
 PLACEMENT = (0, 0, 1, 1, 2, 2)
 SIZE = len(PLACEMENT)
 COUNTS = (1, 7, 300, 2_048, 20_000, 90_000)

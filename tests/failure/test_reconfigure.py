@@ -50,7 +50,11 @@ from tests.failure.ranks import Ranks
 from tests.failure.trials import assert_in_time
 from tests.workers import WorkerPool
 
-pytestmark = pytest.mark.skipif(not IS_THERE, reason="needs torch >= 2.15")
+pytestmark = [
+    pytest.mark.skipif(not IS_THERE, reason="needs torch >= 2.15"),
+    pytest.mark.over("shared memory"),
+    pytest.mark.door("torch.distributed"),
+]
 ALL = [0, 1, 2, 3]
 
 

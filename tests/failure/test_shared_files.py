@@ -28,6 +28,7 @@ from tests.failure.leftovers import names_of_others, segments
 from tests.failure.ranks import KILLED, Ranks
 from tests.failure.trials import assert_in_time
 
+pytestmark = pytest.mark.over("shared memory")
 DEADLINE_S = 60.0
 ROUNDS = 50 if LONG else 6
 START_S = 0.7

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -37,10 +38,15 @@ def _divide() -> None:
 MAKING: dict[str, tuple[str, Callable[[], object]]] = {
     "make_sub_group": ("shared memory", lambda: ps.get_world_group().make_sub_group([1, 2, 3])),
     "initialize_model_parallel": ("shared memory", _divide),
-    "initialize_model_parallel over gloo": ("gloo", _divide),
+    "initialize_model_parallel over connections": ("connections", _divide),
     "new_group": (OVER_TORCH, lambda: dist.new_group([1, 2, 3], timeout=timedelta(seconds=T_S))),
     "monitored_barrier": (OVER_TORCH, lambda: dist.monitored_barrier(timeout=timedelta(seconds=T_S))),
 }
+
+
+def _of(what: str, *others: object) -> Any:
+    over_torch = MAKING[what][0] == OVER_TORCH
+    return pytest.param(what, *others, marks=pytest.mark.door(OVER_TORCH if over_torch else "coordinator"))
 
 
 def _make_without_the_store(what: str, port: int, folder: str) -> Outcome | None:
@@ -81,7 +87,7 @@ def _stop_rank_0(folder: Path) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("what", MAKING)
+@pytest.mark.parametrize("what", [_of(what) for what in MAKING])
 def test_row_55_the_store_s_process_is_stopped(ranks: Ranks, tmp_path: Path, what: str) -> None:
     def trial(folder: Path) -> float:
         thread = threading.Thread(target=_stop_rank_0, args=(folder,))
@@ -133,9 +139,15 @@ def _make_behind_a_dead_link(what: str, host_of_store: bool) -> tuple[Outcome, f
     return told, time.monotonic() - left
 
 
+@pytest.mark.over("hosts")
 @pytest.mark.parametrize(
     ("what", "host_of_store"),
-    [("make_sub_group", True), ("initialize_model_parallel", False), ("new_group", True), ("new_group", False)],
+    [
+        _of("make_sub_group", True),
+        _of("initialize_model_parallel", False),
+        _of("new_group", True),
+        _of("new_group", False),
+    ],
 )
 def test_row_55_a_host_is_cut_off(tmp_path: Path, what: str, host_of_store: bool) -> None:
     if problem() is not None:

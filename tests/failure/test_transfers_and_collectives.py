@@ -109,6 +109,7 @@ def _others_come_later() -> Outcome:
         return told
 
 
+@pytest.mark.over("connections")
 def test_row_09_a_wait_that_has_failed_is_told_to_those_that_came_later(pool_of: Callable[[str], Any]) -> None:
     """Rank 0 makes no further call after its wait. It has closed its connections, so the others fail early."""
     for rank, told in enumerate(pool_of("connections").run(_others_come_later, timeout_s=DEADLINE_S)):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 
 import parallel_state as ps
@@ -30,12 +31,18 @@ def some(of_all: Sequence[T], count: int) -> Sequence[T]:
 
 
 ROUTES = ("shared memory", "connections")
+ROUTES_AND_TORCH = (*ROUTES, pytest.param(OVER_TORCH, marks=pytest.mark.over("shared memory")))
 
 
 def on_routes(values: Sequence[T]) -> list[tuple[T, str]]:
     """Pairs each value with one route in turn; with both if FAILURE_TESTS=long."""
     pairs = [(value, route) for value in values for route in reversed(ROUTES)]
     return pairs if LONG else [pairs[2 * number + number % 2] for number in range(len(values))]
+
+
+def seeds_on_routes(count: int) -> list[Any]:
+    """Returns parameters of tests whose seed n uses ROUTES[n % 2]."""
+    return [pytest.param(seed, marks=pytest.mark.over(ROUTES[seed % len(ROUTES)])) for seed in range(count)]
 
 
 DEADLINE_S = 60.0

@@ -1,17 +1,40 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import promises
+from tests.promises import Item
 
 pytestmark = pytest.mark.slow
 
-KILLED = "tests/failure/test_killed.py::test_row_03_in_every_operation[send_object-gloo]"
-OF_A_ROW = "tests/failure/test_mismatches.py::test_rows_06_to_10_calls_that_differ[row 8: reductions-shared memory]"
-OVER_TORCH = "tests/failure/test_c10d.py::test_row_46_as_row_03_in_every_operation[gather]"
-ELSEWHERE = "tests/contract/test_usage_errors.py::test_a_mistake_of_one_rank_is_its_own[hierarchical-3]"
+KILLED = Item("tests/failure/test_killed.py::test_row_03_in_every_operation[send_object-gloo]")
+OF_A_ROW = Item(
+    "tests/failure/test_mismatches.py::test_rows_06_to_10_calls_that_differ[row 8: reductions-shared memory]"
+)
+OVER_TORCH = Item("tests/failure/test_c10d.py::test_row_46_as_row_03_in_every_operation[gather]")
+ELSEWHERE = Item("tests/contract/test_usage_errors.py::test_a_mistake_of_one_rank_is_its_own[hierarchical-3]")
+MARKED = Item("tests/failure/test_queues.py::test_row_35_a_slow_reader[gloo-5]", ("hosts", "connections"), "compiled")
+
+PROGRAM = """
+import pytest
+
+@pytest.mark.parametrize("which", [
+    pytest.param(1, marks=[pytest.mark.over("gloo"), pytest.mark.door("compiled")]),
+    pytest.param(2, marks=pytest.mark.over("hosts", "gloo")),
+])
+def test_it(which):
+    if which == 2:
+        pytest.skip("it fails today")
+
+@pytest.mark.xfail
+def test_xfail():
+    assert False
+"""
 
 
 def test_what_ids_promise() -> None:
@@ -23,8 +46,28 @@ def test_what_ids_promise() -> None:
     assert "row 43 | hosts | coordinator | 3" in found
 
 
+def test_markers_name_transports_and_door() -> None:
+    assert promises.promises_of([MARKED]) == {"row 35 | hosts | compiled | 5", "row 35 | connections | compiled | 5"}
+
+
+def test_runs_note_their_tests(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_configure", encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(PROGRAM, encoding="utf-8")
+    notes = tmp_path / "notes"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(promises.ROOT), promises.COLLECTED: str(notes)}
+    subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, check=True, stdout=subprocess.DEVNULL)
+    assert promises.collected(notes) == [
+        Item("test_it.py::test_it[1]", ("gloo",), "compiled"),
+        Item("test_it.py::test_it[2]", ("hosts", "gloo"), ""),
+        Item("test_it.py::test_xfail"),
+    ]
+
+
 def test_digests_promise_each_call_and_dtype() -> None:
-    found = promises.promises_of(["tests/contract/test_digests.py::test_bits_are_the_stored_ones[shared_memory 0-0]"])
+    found = promises.promises_of(
+        [Item("tests/contract/test_digests.py::test_bits_are_the_stored_ones[shared_memory 0-0]")]
+    )
     assert "bits | shared_memory 0-0 | all_reduce_async sum | float32" in found
     assert "bits | shared_memory 0-0 | all_gather | float4_e2m1fn_x2" in found
     assert not any(line.startswith("bits | shared_memory 0-0-0") for line in found)

@@ -110,12 +110,14 @@ def _trial(make: Callable[[], WorkerPool], stage: str, victims: tuple[int, ...],
     return _check(results, victims)
 
 
+@pytest.mark.over("shared memory")
 @pytest.mark.parametrize(
     ("stage", "victims"),
     some(
         [
             ("meeting", (0, 2)), ("default group", (0, 2)), ("shared memory", (0, 2)), ("first call", (0, 2)),
-            (OF_THE_BACKEND, (0,)), ("meeting", (0,)), ("default group", (0,)), ("shared memory", (0,)),
+            pytest.param(OF_THE_BACKEND, (0,), marks=pytest.mark.door("torch.distributed")),
+            ("meeting", (0,)), ("default group", (0,)), ("shared memory", (0,)),
             ("first call", (0,)),
         ],
         6,
@@ -126,10 +128,13 @@ def test_row_56_rank_0_is_killed_during_init(tmp_path: Path, stage: str, victims
     assert_in_time(lambda folder: _trial(lambda: Ranks(4), stage, victims, folder), tmp_path, SOON_S)
 
 
+@pytest.mark.door("torch.distributed")
+@pytest.mark.over("shared memory")
 def test_row_56_two_are_killed_while_the_backend_s_ranks_meet(tmp_path: Path) -> None:
     assert_in_time(lambda folder: _trial(lambda: Ranks(4), OF_THE_BACKEND, (0, 2), folder), tmp_path, SOON_S)
 
 
+@pytest.mark.over("hosts")
 @pytest.mark.parametrize(
     ("stage", "victims"),
     some(
