@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class Notes:
-    """Appends the collected tests to the file that `promises.COLLECTED` names."""
+    """Appends the collected tests, and the reasons of skips, to the file that `promises.COLLECTED` names."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -38,6 +38,10 @@ class Notes:
         for item in session.items:
             over, door = item.get_closest_marker("over"), item.get_closest_marker("door")
             self._add(id=item.nodeid, over=over.args if over else (), door=door.args[0] if door else "")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):  # of an xfail it isn't a tuple
+            self._add(id=report.nodeid, skipped=report.longrepr[2].removeprefix("Skipped: "))
 
     def _add(self, **facts: object) -> None:
         with open(self._path, "a", encoding="utf-8") as file:

@@ -381,7 +381,7 @@ def main(options: Sequence[str], lanes: Sequence[Lane] = LANES) -> int:
 
 
 def _lost_promises(collected: Path) -> list[str]:
-    return promises.problems(promises.promises_of(promises.collected(collected)))
+    return promises.problems(promises.promises_of(promises.collected(collected)), promises.stored_in_git())
 
 
 def _run_again(names: Sequence[str]) -> Run:

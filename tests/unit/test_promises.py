@@ -50,7 +50,12 @@ def test_markers_name_transports_and_door() -> None:
     assert promises.promises_of([MARKED]) == {"row 35 | hosts | compiled | 5", "row 35 | connections | compiled | 5"}
 
 
-def test_runs_note_their_tests(tmp_path: Path) -> None:
+def test_a_test_whose_skip_is_not_the_machines_promises_nothing() -> None:
+    assert promises.promises_of([KILLED._replace(skipped="needs torch >= 2.15")]) == promises.promises_of([KILLED])
+    assert promises.promises_of([KILLED._replace(skipped="it fails today")]) == set()
+
+
+def test_runs_note_their_tests_and_skips(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_configure", encoding="utf-8")
     (tmp_path / "test_it.py").write_text(PROGRAM, encoding="utf-8")
     notes = tmp_path / "notes"
@@ -59,7 +64,7 @@ def test_runs_note_their_tests(tmp_path: Path) -> None:
     subprocess.run(command, cwd=tmp_path, env=environment, timeout=60, check=True, stdout=subprocess.DEVNULL)
     assert promises.collected(notes) == [
         Item("test_it.py::test_it[1]", ("gloo",), "compiled"),
-        Item("test_it.py::test_it[2]", ("hosts", "gloo"), ""),
+        Item("test_it.py::test_it[2]", ("hosts", "gloo"), "", "it fails today"),
         Item("test_it.py::test_xfail"),
     ]
 
@@ -85,6 +90,25 @@ def test_a_removed_test_and_a_new_one_are_reported(tmp_path: Path, monkeypatch: 
     new, *rest = promises.problems(held | promises.promises_of([OVER_TORCH]))
     assert new.startswith("new, ") and new.endswith("row 46 | any | torch.distributed | gather")
     assert rest == [silent]
+
+
+def test_a_line_removed_by_hand_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tests" / "promises.txt"
+    file.parent.mkdir()
+    monkeypatch.setattr(promises, "ROOT", tmp_path)
+    monkeypatch.setattr(promises, "FILE", file)
+    (tmp_path / "CHANGELOG.md").touch()
+    assert promises.stored_in_git() == set()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.example", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for lines in ("row 01\nrow 02\nwithdrawn:\n", "row 01\nwithdrawn:\n"):
+        file.write_text(lines, encoding="utf-8")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", "a change"], check=True)
+    before = promises.stored_in_git()
+    assert promises.problems({"row 01"}, before) == ["vanished: row 02"]
+    file.write_text("row 01\nwithdrawn:\nrow 02\n", encoding="utf-8")
+    assert promises.problems({"row 01"}, before) == ["withdrawn, but CHANGELOG.md doesn't quote it: row 02"]
 
 
 def test_a_line_that_changelog_quotes_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
