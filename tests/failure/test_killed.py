@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 import parallel_state as ps
 from parallel_state.__main__ import main
+from parallel_state.compat import vllm
 from tests.contract.attempts import Outcome, attempt, environment
 from tests.contract.test_rendezvous import held_port
 from tests.failure.calls import calls_on
@@ -34,17 +36,31 @@ from tests.failure.worlds import (
     until_it_fails,
     world_over,
 )
+from tests.helpers.doors import call_op
 
 POISONED_WITHIN_S = 0.010
 LOOPS_S = 0.05
 WAITED_S = 1.6
 
 
+DOORS = ("op", "compiled", "compat")
+
+
+def _through(door: str, group: ps.GroupCoordinator) -> Callable[[], object]:
+    ones = torch.ones(8)
+    if door == "op":
+        return lambda: call_op(group, "all_reduce", ones, "sum")
+    if door == "compat":
+        return lambda: vllm.tensor_model_parallel_all_reduce(ones)
+    compiled = torch.compile(group.all_reduce, backend="aot_eager", fullgraph=True)
+    return lambda: compiled(ones)
+
+
 def killed_in(
     operation: str, route: str, victims: list[int], folder: str, port: int | None = None
 ) -> tuple[Told, float]:
     with world_over(route, port, LONG_TIMEOUT_S) as group:
-        call = calls_of_all(group)[operation]
+        call = _through(operation, group) if operation in DOORS else calls_of_all(group)[operation]
         if group.rank in victims:  # the others may still be in their first call when it dies
             call()
             later(
@@ -94,6 +110,16 @@ def test_row_02_rank_0_which_serves_the_store_is_killed(ranks: Ranks, tmp_path: 
         with held_port() as port:
             results = ranks.survivors(killed_in, "all_reduce", route, [0], str(folder), port, timeout_s=DEADLINE_S)
         return latest(ranks, results, [0], folder)
+
+    assert_in_time(trial, tmp_path, before=ranks.kill)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("door", [pytest.param(door, marks=pytest.mark.door(door)) for door in DOORS])
+def test_row_03_through_each_door(ranks: Ranks, tmp_path: Path, door: str, route: str) -> None:
+    def trial(folder: Path) -> float:
+        results = ranks.survivors(killed_in, door, route, [3], str(folder), timeout_s=DEADLINE_S)
+        return latest(ranks, results, [3], folder)
 
     assert_in_time(trial, tmp_path, before=ranks.kill)
 
