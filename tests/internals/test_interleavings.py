@@ -18,8 +18,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "device_communicators" / "cpu" / "csrc"
+CONTROL = "../../control/csrc/"
 NATIVE = ROOT / "tests" / "native"
 SOURCES = [
+    CSRC / CONTROL / "end_listeners.h",
     *sorted(CSRC.glob("*.h")),
     *(CSRC / f"{name}.cpp" for name in ("queue", "wait", "host_group", "collectives")),
 ]
@@ -163,8 +165,8 @@ FAULTS = {
 }
 FAULTS_OF_TICKS = {
     "a slot is reused before its readers have continued": (
-        "wait_all(tick + 1, 0)",
-        "wait_all(tick, 0)",
+        "wait_all(tick + 1, false)",
+        "wait_all(tick, false)",
         "--calls bbb",
         RACE,
     ),
@@ -181,8 +183,8 @@ FAULTS_OF_TICKS = {
         "a call fails",
     ),
     "a tick is published before its data": (
-        "    write(place(rank_, slot), start, length);\n    const std::uint64_t tick = *slot.used = publish(call);\n",
-        "    const std::uint64_t tick = *slot.used = publish(call);\n    write(place(rank_, slot), start, length);\n",
+        "    write(place(rank_, slot), start, length);\n    const std::uint64_t tick = *slot.used = publish();\n",
+        "    const std::uint64_t tick = *slot.used = publish();\n    write(place(rank_, slot), start, length);\n",
         "--calls gg",
         RACE,
     ),
@@ -205,7 +207,7 @@ def _program(name: str, fault: tuple[str, str] | None = None) -> Path:
     def build(made: Path) -> None:
         found = dict.fromkeys(changes, 0)
         for source in SOURCES:
-            text = source.read_text()
+            text = source.read_text().replace(f'"{CONTROL}', '"')
             for old, new in changes.items():
                 found[old] += text.count(old)
                 text = text.replace(old, new)

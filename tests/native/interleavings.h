@@ -36,7 +36,7 @@
 namespace interleavings {
 
 constexpr int kProcesses = 4;
-constexpr int kVariables = 20;
+constexpr int kVariables = 40;
 constexpr int kAccesses = 56;
 constexpr int kMostStores = 24;
 constexpr std::size_t kStackBytes = 32 << 10;

@@ -43,17 +43,17 @@ PartFunction parallel_state::part_function(Dtype, ReduceOp) { return nullptr; }
 std::size_t parallel_state::size_of(Dtype) { return 1; }
 std::size_t parallel_state::wide_size_of(Dtype) { return 1; }
 
-class GroupLiveness::Listener {};
+EndWatch::~EndWatch() = default;
+void EndWatch::on_end(int, bool) noexcept {}
 GroupLiveness::GroupLiveness(Member* members, ReportedEnds* ends, int size, int me)
     : members_(members), ends_(ends), size_(size), me_(me) {}
-GroupLiveness::~GroupLiveness() = default;
 Loss GroupLiveness::loss(int) const { return Loss(); }
 bool GroupLiveness::watch(Sleep*) const { return false; }
 
 // Inputs are private in these cases, and there are no reductions.
 std::uint64_t HostGroup::offer(const void*, std::size_t, const void*, std::size_t) { return 0; }
 Status HostGroup::hear(Inputs&, std::uint64_t, std::uint64_t, std::size_t) { return Status::kDone; }
-Status HostGroup::close(std::uint64_t) { return Status::kBroken; }
+Status HostGroup::close() { return Status::kBroken; }
 Status HostGroup::look_up(int, const std::atomic<std::uint64_t>&, std::size_t, const char**) { return Status::kBroken; }
 Status HostGroup::all_reduce(void*, const void*, std::size_t, Dtype, ReduceOp, double) { return Status::kBroken; }
 Status HostGroup::all_reduce_add_rms_norm(const AddRmsNorm&, double) { return Status::kBroken; }

@@ -210,7 +210,7 @@ bool Transfers::run_taker(const Held& receive) {
   } else {
     const char* from = early + message.head_bytes;
     for (const Piece& piece : pieces) {
-      std::memcpy(piece.address, from, piece.bytes);
+      if (piece.bytes != 0) std::memcpy(piece.address, from, piece.bytes);
       from += piece.bytes;
     }
     message.early = nullptr;
