@@ -2,9 +2,9 @@
 
     python benchmarks/meeting_scaling.py                                    16 to 1,024 ranks, some minutes on 2 cores
 
-The ranks are threads in forks of this process, eight per host, with an address per host. With the real store, they run
-the steps before torch's `init_process_group`: the rendezvous, the start-up watch, and the check that all hosts reach
-each other.
+The ranks are threads in forks of this process; eight of them count as a host and use its address. With the real store,
+they run the steps before torch's `init_process_group`: the rendezvous, the watch for ranks that exit meanwhile, and the
+check that all hosts reach each other.
 
 An untimed run counts store operations and bytes, and fits the exponent of their growth with the number of ranks; 1 is
 linear.

@@ -40,8 +40,8 @@ class LoopTeam(TensorTeam):
     measures_copies = False
 
     def prepare(self, values: dict[str, Any]) -> list[str]:
-        """Prepares a case and returns the names of the calls to time. `values`: the case, with `loop`, "tight" or
-        "produced", and optionally `offset`: bytes from a page's start to the input.
+        """Prepares a case and returns the names of the calls to time. `values`: the case, with `loop` (see the
+        module), and optionally `offset`: bytes from a page's start to the input.
         """
         self._tight, self._offset = values["loop"] == "tight", values.get("offset")
         super().prepare(values)

@@ -101,9 +101,9 @@ class Team:
         root: Path = ROOT,
         forks: bool = True,
     ) -> None:
-        """`module`, `settings`: see worker.py. `size`: number of ranks. `launcher`: a command such as `mpiexec -n 2
-        python`, to which the worker script is appended; None: the team starts each rank. `root`: folder with both
-        packages.
+        """`module`: name or path of the Python module whose `make(name, settings)` returns what each rank runs. `size`:
+        number of ranks. `launcher`: a command such as `mpiexec -n 2 python`, to which the worker script is appended;
+        None: the team starts each rank. `root`: folder with `parallel_state` and `device_communicators`.
 
         `forks`: ranks are forks of this process; else each is a new interpreter, and can import another tree.
         """

@@ -404,10 +404,10 @@ class Group:
         return self._create(backend_options(store, rank, size, timeout, name), world)
 
     def shrink(self, excluded: Sequence[int], timeout: timedelta, renumber: bool) -> Any:
-        """Creates a group without the ranks `excluded` (of this group). Each of its ranks calls this. A death in the
-        old group doesn't fail the new group.
+        """Creates a group without the ranks `excluded` (of this group). Each rank of the new group must call this. A
+        death in the old group doesn't fail the new group.
 
-        `renumber`: True if the new group's ranks get the global ranks 0, 1, and so on.
+        `timeout`: of the new group's calls. `renumber`: True if the new group's ranks get the global ranks 0, 1, and so on.
         """
         members, watcher, what = self._members, self._world.watcher, "shrink_group"
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]

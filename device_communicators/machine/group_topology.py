@@ -189,8 +189,9 @@ def variables_of(
 def share_gpus(
     rank: int, ranks: int, gpus: int, version: int, environ: MutableMapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Sets the environment variables that `variables_of` returns, except those that already have a value;
-    CUDA_VISIBLE_DEVICES is always set. Returns the variables that it set. Call this before CUDA and NCCL start.
+    """Lets ranks share GPUs: sets the variables that `variables_of` returns, except those that already have a value;
+    CUDA_VISIBLE_DEVICES is always set. Returns the variables that it set. `version`: NCCL's. Call this before CUDA and
+    NCCL start.
     """
     env = os.environ if environ is None else environ
     found = variables_of(rank, ranks, gpus, version, env)

@@ -1,6 +1,7 @@
 """Builds received objects, and carries messages by a group's send, recv and broadcast (*transfers*).
 
-The carrier of messages passes the head to a Reader's `take_head`, fills the tensors, and calls `build`.
+To receive, a medium (shared memory, connections or a process group) passes the message's header to a Reader's
+`take_head`, fills the tensors, and calls `build`.
 """
 
 from __future__ import annotations
