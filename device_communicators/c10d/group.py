@@ -407,7 +407,7 @@ class Group:
         """Creates a group without the ranks `excluded` (of this group). Each rank of the new group must call this. A
         death in the old group doesn't fail the new group.
 
-        `timeout`: of the new group's calls. `renumber`: True if the new group's ranks get the global ranks 0, 1, and so on.
+        `timeout`: of the new group's calls. `renumber`: True if the new group's ranks get the global ranks 0, 1, ….
         """
         members, watcher, what = self._members, self._world.watcher, "shrink_group"
         places = [rank for rank in range(len(members.ranks)) if rank not in excluded]
