@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from device_communicators.base.errors import InvalidArgumentError
-from device_communicators.base.helper_threads import HelperThread, run_in_thread
+from device_communicators.base.helper_threads import HelperThread
 from device_communicators.base.host_calls import host_call
 from device_communicators.calls.memory import as_bytes, copy_values, dense, dtype_refusal, is_dense
 from device_communicators.calls.user_call import (
@@ -40,6 +40,8 @@ _GATHERED = "all_gather_message"
 _MAX_UNWAITED_SENDS = 256
 _CLOSE_GRACE_S = 5.0
 _SENT_LIST, _RECEIVED_LIST, _BROADCAST_LIST = "send_list", "recv_list", "broadcast_list"
+_UNWAITED_S = 0.02
+"""A background thread completes a send that isn't waited for within this time."""
 
 
 def _all_dense(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -72,6 +74,7 @@ class Messenger:
         self._unwaited: deque[SendHandle] = deque()
         """Started sends. This list keeps their buffers alive when the caller drops the handles."""
         self._unwaited_lock = threading.RLock()
+        self._releaser: threading.Thread | None = None
         route.attach_messenger(self)
 
     def encode(self, *args: Any) -> Outgoing:
@@ -189,8 +192,9 @@ class Messenger:
         with self._unwaited_lock:
             self._unwaited.append(handle)
             oldest = self._unwaited[0] if len(self._unwaited) > _MAX_UNWAITED_SENDS else None
-        if handle.needs_a_thread:
-            run_in_thread(handle.run_to_end)
+            if self._releaser is None and handle.needs_a_thread:
+                self._releaser = HelperThread("sent", self._release_sent)
+                self._releaser.start()
         if oldest is not None:
             oldest.wait()
 
@@ -200,6 +204,18 @@ class Messenger:
                 if handle.has_ended:
                     with contextlib.suppress(ValueError):  # a signal handler was faster
                         self._unwaited.remove(handle)
+
+    def _release_sent(self) -> None:
+        time.sleep(_UNWAITED_S)
+        while True:
+            self._forget_sent()
+            with self._unwaited_lock:
+                first = next((handle for handle in self._unwaited if handle.needs_a_thread), None)
+                if first is None:
+                    self._releaser = None
+                    return
+            first.run_to_end()
+            del first  # otherwise this frame keeps its buffer alive
 
     @timed
     def broadcast(
