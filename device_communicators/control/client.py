@@ -57,9 +57,12 @@ def ask(
     content = packed(_QUESTION, [b"%d " % rank + question]) if question else packed(CHECK, [])
     asked: dict[_Key, Request] = {}
     found: dict[_Key, tuple[int, bytes]] = {}
+    clients = {
+        key: library.ps_store_client(host.encode(), port, token.encode())
+        for key, (host, port, token) in servers.items()
+    }
     try:
-        for key, (host, port, token) in servers.items():
-            client = library.ps_store_client(host.encode(), port, token.encode())
+        for key, client in clients.items():
             asked[key] = Request(library, client, content, limit_s, limit_s)
         while len(found) < len(asked):
             for key in asked.keys() - found.keys():
@@ -70,6 +73,8 @@ def ask(
     finally:
         for request in asked.values():
             request.close()
+        for client in clients.values():
+            library.ps_store_close(client)  # a kept connection per process asked would use up descriptors
     return {key: found[key] for key in servers}
 
 

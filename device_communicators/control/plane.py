@@ -304,6 +304,8 @@ class World:
                 f"a question to ranks {format_ranks(ranks)} can't wait in the thread that runs the control plane's "
                 "callbacks; ask in another thread"
             )
+        if not self._handle:  # checks for a fork, too
+            return {}
         servers, own = {rank: self._servers[rank] for rank in ranks}, self._ranks[self.endpoint.proc]
         results = ask(self.library, servers, own, question, timeout_s)
         return {rank: None if code else reply for rank, (code, reply) in results.items() if code in (0, errno.ETIME)}

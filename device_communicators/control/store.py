@@ -144,12 +144,12 @@ class ControlStore(dist.Store):
         connect_s = min(CONNECT_S, own.total_seconds()) if call == _WAIT else 0.0
         try:
             request = Request(self.library, self.client(limit_s), content, limit_s, connect_s)
-            if holds:
-                self._held.append(request)
             try:
                 code, text = request.wait()
+                if holds and code == 0 and text[0] == 0:
+                    self._held.append(request)
             finally:
-                if not holds:
+                if request not in self._held:
                     request.close()
             if code == errno.ETIME:
                 raise dist.DistStoreError(f"wait timeout after {limit_s * 1000:.0f} ms, keys: {names(parts)} ({self})")

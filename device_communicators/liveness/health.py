@@ -305,8 +305,12 @@ class Watcher:
         """
         world, places, scope = self._world, self._places, f"{self._name}|" if self._name else ""
         question = f"{scope}{topic}".encode() + b"\0" + payload if topic else b""
-        asked = [rank for rank in ranks if rank in places and rank != self._rank]
-        return {} if world is None else world.ask(asked, question, timeout_s)
+        gone = self._left | {rank for rank, death in self._deaths.items() if death.certain or death.unreachable}
+        asked = [rank for rank in ranks if rank in places and rank != self._rank and rank not in gone]
+        try:
+            return {} if world is None else world.ask(asked, question, timeout_s)
+        except OSError:  # no memory: as if no process replied
+            return {}
 
     def is_silent(self, rank: int) -> bool:
         """Returns True if the process of the global `rank` sends no reply within 0.5 s: it is probably stopped."""

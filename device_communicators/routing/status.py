@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from device_communicators.base import settings
+from device_communicators.base.helper_threads import Call as ThreadCall
 from device_communicators.base.helper_threads import HelperThread
 from device_communicators.calls.recorder import Operation
 from device_communicators.liveness import stacks
@@ -239,10 +240,15 @@ class Status:
             return {rank: reports[rank] for rank in ranks if rank in reports}
 
     def publish(self, key: str, ranks: Sequence[int], own: Report) -> None:
+        """Sends `own` to the global `ranks` in a helper thread, which takes their reports from the replies."""
+
+        def send() -> None:
+            for rank, reply in self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S).items():
+                self._take_report(rank, reply)
+
         with self._changed:
             self._of(key).reports[self.rank] = own
-        for rank, reply in self._watcher.ask(ranks, "report", _packed(key, own), _REPORTS_S).items():
-            self._take_report(rank, reply)
+        ThreadCall(send)
 
     def _answer_report(self, rank: int, question: bytes) -> bytes:
         key = self._take_report(rank, question)

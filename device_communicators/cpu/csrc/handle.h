@@ -260,7 +260,8 @@ class Served {
   std::uint64_t next_in_python() {
     const std::uint64_t last = sequence_.load(std::memory_order_relaxed);
     Record& record = records_[last % kRecords];
-    if (record.sequence.load(std::memory_order_relaxed) == last && record.is_open()) {
+    const bool is_of_another_thread = handle_->is_busy() && !handle_->is_held();
+    if (record.sequence.load(std::memory_order_relaxed) == last && record.is_open() && !is_of_another_thread) {
       record.started_s.store(0, std::memory_order_relaxed);
       return last;
     }
