@@ -71,9 +71,7 @@ def vllm_general() -> None:
 
 
 def sglang_general() -> None:
-    """Makes SGLang's CPU groups use this library, if PARALLEL_STATE_PLUGIN contains `sglang`. SGLang calls this at its
-    start.
-    """
+    """Makes SGLang's CPU groups use this library. SGLang calls this at its start."""
     if not is_wanted("sglang"):
         return
     try:

@@ -236,8 +236,8 @@ def init_world_group(
 ) -> GroupCoordinator:
     """Creates and returns the group of all ranks over torch.distributed's default group. Every rank must call this.
 
-    `ranks`: all global ranks: 0, 1, … `pool`: creates process groups; default: a new pool. `allow_pickle`,
-    `high_priority_stream`: as in init_distributed_environment.
+    `ranks`: all global ranks: 0, 1, … `pool`: by default a new pool. `allow_pickle`, `high_priority_stream`: as in
+    init_distributed_environment.
     """
     global _WORLD
     from parallel_state.groups import world as world_module

@@ -23,8 +23,7 @@ class GraphCaptureContext:
 def side_stream(device: torch.device) -> Iterator[GraphCaptureContext]:
     """Runs the body on a new stream, which first waits for the current one.
 
-    After the body, the previous stream waits for the new one, unless the body raised: after a broken capture, waiting
-    would hide the error.
+    After the body, the previous stream waits for the new one, unless the body raised: waiting would hide the error.
     """
     if device.type != "cuda":
         yield GraphCaptureContext(None)

@@ -49,9 +49,9 @@ def _not_here(*_: object) -> Any:
 
 
 class DirectCalls:
-    """Has a C++ function for each op, to be called outside compiled code.
+    """Has a C++ function for each op, for calls outside compiled code.
 
-    A function returns the op's result, or NotImplemented if the caller must call the registered op.
+    A function returns NotImplemented if the caller must call the registered op.
     """
 
     all_reduce: Callable[..., Any]

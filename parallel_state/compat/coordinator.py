@@ -22,7 +22,7 @@ class GroupView(GroupCoordinator):
 
     @classmethod
     def of(cls, made: GroupCoordinator, *facts: Any) -> Any:
-        """Returns the view of `made`, a group of this library. The first call creates the view.
+        """Returns the view of `made`, which the first call creates.
 
         `facts`: values of attributes that only the engine's class has (see `_show`).
         """
@@ -67,7 +67,7 @@ class GroupView(GroupCoordinator):
     )
 
     def recv(self, size: Any, dtype: torch.dtype, src: int | None = None) -> Tensor:
-        """Receives a tensor from group rank `src` (default: the previous rank). `size` is a shape or an int."""
+        """Receives a tensor from group rank `src` (default: the previous). `size` is a shape or an int."""
         return super().recv((size,) if isinstance(size, int) else size, dtype, src)
 
     def broadcast_tensor_dict(

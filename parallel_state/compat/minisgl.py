@@ -36,7 +36,6 @@ class CoordinatorImpl:
         return self._coordinator().all_reduce_(x) if x.is_cpu else self._fallback.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenates the tensors of all ranks along dim 0."""
         return self._coordinator().all_gather(x, 0) if x.is_cpu else self._fallback.all_gather(x)
 
     def close(self) -> None:

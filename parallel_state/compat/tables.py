@@ -11,7 +11,7 @@ from typing import Any
 
 
 def collect(table: Mapping[ModuleType, str]) -> dict[str, Any]:
-    """Returns name -> object, for the names in `table`.
+    """Returns name -> object.
 
     `table`: module -> names, separated by spaces. `*` stands for all public functions and classes of the module.
     """

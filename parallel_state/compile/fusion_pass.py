@@ -99,8 +99,8 @@ class AllReduceFusionPass:
 
 
 def _move_inputs_up(graph: Graph, found: Found) -> None:
-    """Moves the nodes that compute the fused op's other inputs to a place before the all-reduce. If that is impossible,
-    raises NoMatch and moves nothing.
+    """Moves the nodes that compute the fused op's other inputs before the all-reduce. If that is impossible, raises
+    NoMatch and moves nothing.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = fuse_match.needed_before(found, order)

@@ -189,10 +189,9 @@ class GroupCoordinator:
         - `within`: a coordinator that contains these ranks and outlives the new one. A rank's death that fails `within`
           also fails the new coordinator.
 
-        Some calls run on `process_group`. If the program also calls `process_group` itself, all ranks must make both
-        kinds of calls in the same order. Raises GroupNotInitializedError before init_process_group,
-        InvalidArgumentError for a wrong argument or on a rank outside the group, RendezvousError if a rank of the group
-        doesn't call this in time.
+        If the program also calls `process_group` itself, all ranks must make these calls and the coordinator's in the
+        same order. Raises GroupNotInitializedError before init_process_group, InvalidArgumentError for a wrong argument
+        or on a rank outside the group, RendezvousError if a rank of the group doesn't call this in time.
         """
         outer_of = None if within is None else within._as_outer
         return creation.wrap(
@@ -321,9 +320,8 @@ class GroupCoordinator:
     def make_sub_group(self, ranks: Sequence[int], *, name: str = "sub") -> GroupCoordinator | None:
         """Creates a group of `ranks`, which are ranks *in this group*; returns None on the other ranks.
 
-        Every rank of this group must pass the same distinct ranks, in ascending order. The new group has its own
-        process groups: one thread may use it while another thread uses this group. A sub-group of the world fails only
-        if one of its own ranks dies. A sub-group of a parallel group fails if that group fails. `name` begins
+        Every rank of this group must pass the same distinct ranks, in ascending order. A sub-group of the world fails
+        only if one of its own ranks dies. A sub-group of a parallel group fails if that group fails. `name` begins
         `unique_name`. Raises InvalidArgumentError, or ConfigMismatchError if arguments differ.
         """
         self.route.check_usable()
@@ -909,14 +907,14 @@ class GroupCoordinator:
     @host_call(_OBJECTS)
     @transfer("send_object")
     def send_object(self, obj: Any, dst: int | None = None) -> None:
-        """Sends an object to group rank `dst` (default: the next rank), which must call recv_object."""
+        """Sends an object to group rank `dst` (default: the next), which must call recv_object."""
         dst = messages.destination(self.context, "send_object", dst)
         self._messenger.send(self._messenger.post(obj, dst, waits=True), dst)
 
     @host_call(_OBJECTS)
     @transfer("recv_object")
     def recv_object(self, src: int | None = None) -> Any:
-        """Returns the object that group rank `src` (default: the previous rank) sends."""
+        """Returns the object that group rank `src` (default: the previous) sends."""
         return self._messenger.recv(messages.source(self.context, "recv_object", src))
 
     @host_call(_OBJECTS)
@@ -977,8 +975,7 @@ class GroupCoordinator:
         *,
         spec: TensorDictSpec | None = None,
     ) -> dict[Any, Any] | None:
-        """Sends a dict of tensors and other values to group rank `dst` (default: the next rank). Gradients are not
-        sent.
+        """Sends a dict of tensors and other values to group rank `dst` (default: the next). Gradients are not sent.
 
         Returns None; in a group of one rank, returns the dict itself, as vLLM does.
 
@@ -1021,7 +1018,7 @@ class GroupCoordinator:
         out: Mapping[str, Tensor] | None = None,
         views: bool = False,
     ) -> dict[Any, Any] | Any:  # only a group of one rank has nothing to receive
-        """Returns the dict that group rank `src` (default: the previous rank) sends.
+        """Returns the dict that group rank `src` (default: the previous) sends.
 
         CPU tensors are received on the CPU, others on the group's device. In a group of one rank, returns None.
 

@@ -56,10 +56,9 @@ def create_group(
     """Creates the group of the global ranks `ranks`, which must ascend and include this rank.
 
     Every rank of the group must call this, or with `division` every rank of the world. `make`: the class to
-    instantiate. `pool`: creates or shares process groups. `name`: begins `unique_name`. `traits`: the group's device
-    and options. `division`, `near`, `unshared`: as in ProcessGroupPool.acquire. `domain`: the ranks whose death fails
-    the group, by default all ranks of the world. `given`: process groups of the program, used instead of the pool's.
-    `owns_pool`: the group closes `pool`.
+    instantiate. `name`: begins `unique_name`. `division`, `near`, `unshared`: as in ProcessGroupPool.acquire. `domain`:
+    the ranks whose death fails the group, by default all ranks of the world. `given`: process groups of the program,
+    used instead of the pool's. `owns_pool`: the group closes `pool`.
     """
     # A compile must finish before peers start waiting.
     from device_communicators.cpu.host_memory import HostMemory

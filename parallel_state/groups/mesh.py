@@ -1,4 +1,4 @@
-"""Creates torch DeviceMeshes over our groups, and checks each group's ranks, which torch doesn't."""
+"""Creates torch DeviceMeshes over our groups, and checks each group's ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulates one rank of a layout in one process, to build and shape-check model code.
+"""Simulates one rank of a layout in one process.
 
 The other ranks are assumed to hold this rank's tensors: a sum multiplies the tensor by the group's size, a gather
 repeats it. A send does nothing; other calls that need a real peer raise UnsupportedError.

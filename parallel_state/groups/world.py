@@ -140,8 +140,7 @@ def join_world(
     *,
     undo: contextlib.ExitStack,
 ) -> JoinedWorld:
-    """Creates torch's default group, and returns a description of its ranks (the world). Adds callbacks to `undo` that
-    revert the effects.
+    """Creates torch's default group. Adds callbacks to `undo` that revert the effects.
 
     A world of one rank gets no default group, unless `bind_device` is set.
     """

@@ -172,9 +172,8 @@ class Ranks:
                 spare.callback(os.close, os.dup(self._leash.fileno()))
 
     def wait(self) -> None:
-        """Waits for all ranks until the launch's deadline.
-
-        After a first failure, waits at most 0.3 s longer (after Ctrl-C 0.8 s).
+        """Waits for all ranks until the launch's deadline, but after a first failure at most 0.3 s longer (after Ctrl-C
+        0.8 s).
         """
         while (running := self.running()) and (left := self._deadline - time.monotonic()) > 0:
             connection.wait([rank.process.sentinel for rank in running], min(left, _POLL_S))
@@ -304,9 +303,7 @@ def _exits_soon(pid: int) -> bool:
 
 
 def _detects_exits() -> bool:
-    """Returns False if the fork server can't detect exits, because the program started the server with SIGCHLD
-    blocked.
-    """
+    """Returns False if the program started the fork server with SIGCHLD blocked."""
     server = forkserver._forkserver
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or "parallel_state.launch.preload" in getattr(server, "_preload_modules", ()):

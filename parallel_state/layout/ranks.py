@@ -111,7 +111,7 @@ class Layout:
     """
 
     grids: tuple[Grid, ...]
-    """Numberings of the same ranks. A group is computed by the first grid that has all its axes."""
+    """A group is computed by the first grid that has all its axes."""
     spans: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Group name -> axes that the group spans, for groups that aren't one axis."""
     ends: Mapping[str, tuple[str, Callable[[list[int]], Sequence[int]]]] = field(default_factory=dict)

@@ -60,7 +60,7 @@ def check_options(
 
 
 def encodable(messenger: Messenger, operation: str, obj: Any, must_be: type | None = None) -> Any:
-    """Returns `obj`, or raises the error that sending `obj` would raise in a larger group. `must_be`: required type."""
+    """Returns `obj`, or raises the error that sending `obj` would raise in a larger group."""
     if must_be is not None and not isinstance(obj, must_be):
         what = "a tensor dict" if must_be is dict else f"obj_list of {operation}"
         raise InvalidArgumentError(f"{what} must be a {must_be.__name__}, but is a {type(obj).__name__}")

@@ -46,7 +46,7 @@ _OF_LISTS = ("send_tensor_dict with a spec", "recv_tensor_dict with a spec")
 
 
 def medium_of(route: Route) -> RouteMedium:
-    """Returns the medium that carries the messages of the route's group. Its class is the same on all ranks."""
+    """Returns the medium for the route's group. Its class is the same on all ranks."""
     memory = route.context.host_memory
     if memory is None or (memory.channels is None and memory.collectives is None):
         return RouteMedium(route)

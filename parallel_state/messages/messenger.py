@@ -93,8 +93,8 @@ class Messenger:
         """Sends `obj` to group rank `dst` without Python code, if possible. Returns None if the send is complete, a
         handle if it was started, else the encoded message, which the caller must send.
 
-        `waits`: completes the send before returning. `must_be`: the required type of `obj`. `group`,
-        `all_gather_tensors`: as in `GroupCoordinator.send_tensor_dict`.
+        `waits`: completes the send before returning. `group`, `all_gather_tensors`: as in
+        `GroupCoordinator.send_tensor_dict`.
         """
         if self._unwaited:
             self._forget_sent()

@@ -208,7 +208,7 @@ class RouteMedium:
         Returns True if the send is complete, and a handle if it was started. Otherwise nothing was sent: returns the
         encoded message, or False if the caller must encode the object.
 
-        `cut`: the part of each tensor to send. `waits`: waits for the send to complete.
+        `cut`: the part of each tensor to send.
         """
         return False
 

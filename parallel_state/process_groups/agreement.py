@@ -1,7 +1,6 @@
 """Checks that all ranks request the same group before a rank waits for its peers. If not, all raise the same error.
 
-The control plane, a thread in each rank, compares the requests. Without it, different requests fail at the deadline of
-the group's first call.
+The control plane compares the requests. Without it, different requests fail at the deadline of the group's first call.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class Agreement:
         """Calls `resolve`, which returns a value and this rank's request for `agree`. Returns the value.
 
         Each of `ranks` must call this. Raises ConfigMismatchError if two requests differ. Peers receive the errors of
-        `resolve`, so every step that can fail should be in it. `what`: the request's name. `domain`: further ranks
-        whose death ends the wait.
+        `resolve`, so every step that can fail should be in it. `what`, `domain`: as in `agree`.
         """
         try:
             value, request = resolve()
@@ -124,8 +122,8 @@ class Agreement:
     ) -> str:
         """Waits until all `ranks` have called this for group `what`. Returns the group's name, equal on all ranks.
 
-        Each attempt has another name, so ranks can try again together after a timeout. A world that is destroyed and
-        created again gives its groups the same names, because DTensor caches them.
+        Each attempt has another name. A world that is destroyed and created again gives its groups the same names,
+        because DTensor caches them.
 
         `watched`: ranks whose exit ends the wait. `problem`: why this rank can't create the group, or ""; all ranks
         then raise CommunicationError.

@@ -159,7 +159,7 @@ def agree_on_token(device: torch.device, group: Any = None, caller: str = "init_
     """Returns a random prefix for the names of a world's process groups. Every rank of `group` must call this; all get
     the same prefix.
 
-    `group`: None for torch's default group. `device`: that of the group's tensors. `caller`: function that errors name.
+    `group`: None for torch's default group. `caller`: function that errors name.
     """
     # torch's generator would change the random numbers of a seeded program.
     token = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device)

@@ -116,8 +116,8 @@ class ProcessGroupPool:
         joined: bool = False,
     ) -> None:
         """`timeout_s`: the world's timeout. `token`: part of the groups' names, to separate worlds on one store.
-        `alone_backend`: the backend of a world of one rank without torch's default group. `watcher`: detects exits of
-        ranks. `joined`: True if the program, not this library, created torch's default group.
+        `alone_backend`: the backend of a world of one rank without torch's default group. `joined`: True if the
+        program, not this library, created torch's default group.
         """
         self.world_size = 1 if alone_backend else dist.get_world_size()
         self.rank = 0 if alone_backend else dist.get_rank()

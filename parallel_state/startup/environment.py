@@ -71,9 +71,8 @@ _PMI = _Family(
 def detect(environ: Mapping[str, str] | None = None, *, rendezvous: bool = True) -> ProcessEnvironment:
     """Reads the variables of the launcher that started this process. Without a launcher, returns rank 0 of 1.
 
-    `environ`: the variables; default: os.environ. `rendezvous`: also determines the address of rank 0. Raises
-    SettingError for incomplete or invalid variables. In a SLURM batch script that srun didn't start, SLURM's variables
-    are ignored.
+    `environ`: by default os.environ. `rendezvous`: also determines the address of rank 0. Raises SettingError for
+    incomplete or invalid variables. In a SLURM batch script that srun didn't start, SLURM's variables are ignored.
     """
     env = os.environ if environ is None else environ
     family = _started_by(env)
@@ -150,7 +149,6 @@ def store_server(init_method: str, place: ProcessEnvironment) -> tuple[str, int]
 
 
 def launcher_serves_store(address: tuple[str, int] | None) -> bool:
-    """Returns True if torchrun or this library's `launch` serves the store at `address`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return True
     client = sys.modules.get("parallel_state.startup.stores")  # workers of `launch` import it

@@ -32,8 +32,7 @@ def check_all_hosts(rank: int, places: Mapping[int, Address], watcher: Watcher, 
     """Raises a CommunicationError unless all hosts reach each other. Every rank must call this before `deadline`
     (monotonic).
 
-    `rank`: this rank. `places`: each global rank's Address. `watcher`: exchanges the results. `where`: the rendezvous
-    address, for errors.
+    `rank`: this rank. `places`: each global rank's Address. `where`: the rendezvous address, for errors.
     """
     leads, ranks = leads_of(places), sorted(places)
     if len(leads) < 2 or not watcher.watches(ranks):
@@ -85,7 +84,7 @@ def _agree(
     """Exchanges `value`, this rank's findings, between all `ranks`, which must all call this. Ends early if one of
     `watched` exits.
 
-    Returns the control plane's result, and each failed connection as (from rank, to rank, reason).
+    Returns the control plane's result, and each failed connection.
     """
     verdict = watcher.agree(f"{_PURPOSE}/{len(ranks)}", 1, ranks, value, max(0.1, timeout_s), watched)
     verdict = verdict or Verdict("agreed", [], [])  # the control plane of this process ended

@@ -396,10 +396,7 @@ class _Meeting:
         return next(found, [])
 
     def _is_confirmed(self, complaint: str, world: BoundedStore, launcher: BoundedStore, name: str) -> bool:
-        """Returns True if the start must fail because of `complaint`, a rank's report of a problem.
-
-        The first report that rank 0 is unreachable is deleted; it counts only if it is repeated.
-        """
+        """Returns True if the start must fail because of `complaint`, a rank's report of a problem."""
         kind, rank, *_ = json.loads(complaint)
         age_s = time.monotonic() - self._doubted_at
         least_s, most_s = _DOUBT_S

@@ -124,9 +124,8 @@ def _method_advice(init_method: str) -> str:
 
 
 def looks(deadline: float, ranks: int = 1) -> Iterator[None]:
-    """Yields once for each poll of a server, until the deadline. Sleeps between polls, longer if more `ranks` poll.
-
-    Yields at least once, and a last time at the deadline.
+    """Yields once for each poll of a server: at least once, and a last time at the deadline. Sleeps between polls,
+    longer if more `ranks` poll.
     """
     shortest_s, longest_s = _PAUSES_S
     pause_s, longest_s = max(shortest_s, ranks / _FIRST_LOOKS_PER_S), max(longest_s, ranks / _LOOKS_PER_S)

@@ -4,7 +4,6 @@ Objects are pickled, as in SGLang, if their type isn't registered with this libr
 """
 
 # mypy: disable-error-code="override"
-# The overrides have the engine's parameters.
 
 from __future__ import annotations
 
@@ -173,7 +172,6 @@ class GroupCoordinator(GroupView):
         return gathered if output is None else [output.copy_(gathered[0])]
 
     def reduce_scatter_tensor(self, output: Tensor, input: Tensor) -> None:
-        """Does what `torch.distributed.reduce_scatter_tensor` does, with sum."""
         self._copy(output, self.group.reduce_scatter(input.reshape(self.world_size, -1), 0))
 
     def reduce_scatter(self, output: Tensor, input_list: list[Tensor]) -> Tensor:
@@ -191,7 +189,6 @@ class GroupCoordinator(GroupView):
         return scattered if output is None else output.copy_(scattered)
 
     def all_to_all_single(self, output: Tensor, input: Tensor) -> None:
-        """Does what `torch.distributed.all_to_all_single` does, with equal parts."""
         self._copy(output, self.group.all_to_all(input.reshape(self.world_size, -1)))
 
     @staticmethod

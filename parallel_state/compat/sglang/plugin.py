@@ -1,4 +1,4 @@
-"""Makes this library the backend of groups in SGLang's CPU engine, if PARALLEL_STATE_PLUGIN contains `sglang`."""
+"""Makes this library the backend of groups in SGLang's CPU engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Passes local expert ids to the kernel of vLLM's CPU engine.
 
-vLLM 0.32 and 0.33 pass global ids to `cpu_fused_moe`, which has only this rank's experts: the kernel reads past the end
-of the weights and crashes.
+vLLM 0.32 and 0.33 pass global ids to `cpu_fused_moe`, which has only this rank's experts.
 """
 
 from __future__ import annotations

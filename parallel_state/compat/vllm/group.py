@@ -1,7 +1,6 @@
 """vLLM's GroupCoordinator, which calls one of this library's groups."""
 
 # mypy: disable-error-code="override"
-# The overrides have the engine's parameters.
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ def get_pp_indices(num_hidden_layers: int, pp_rank: int, pp_size: int) -> tuple[
 
 
 def is_weak_contiguous(inp: Tensor) -> bool:
-    """Returns True if `inp` is contiguous, or fills its storage from its offset to the end."""
     rest_bytes = inp.untyped_storage().nbytes() - inp.storage_offset() * inp.element_size()
     return inp.is_contiguous() or rest_bytes == inp.numel() * inp.element_size()
 

@@ -35,8 +35,6 @@ def last_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Timing:
-    """The times of one rank's calls."""
-
     elapsed_s: float = 0.0
     """Duration of all calls together, for collectives. Messages have the next fields instead."""
     starts_ns: list[int] = field(default_factory=list)

@@ -27,7 +27,7 @@ from parallel_state.tools.check.rules import finding, judge, sorted_by_severity
 
 SCHEMA = "parallel_state check 1"
 _PASSES = 2
-"""Number of measurements of each link. The better one counts, because momentary load passes."""
+"""Number of measurements of each link. The better one counts."""
 _LINKS_S, _PAIR_S = 5.0, (0.03, 0.2)
 _END_S = 1.5
 """Time reserved for the report and its acknowledgement."""

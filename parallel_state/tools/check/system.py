@@ -1,7 +1,4 @@
-"""Collects the data about one process that `check` needs.
-
-Slow sources (name server, driver, compiler) have a deadline.
-"""
+"""Collects the data about one process that `check` needs."""
 
 from __future__ import annotations
 

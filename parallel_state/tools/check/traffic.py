@@ -33,7 +33,7 @@ _QUICK_LARGE = 1 << 19
 def run(
     sizes: Mapping[str, int], order: str | None, left_s: float, quick: bool, note: Callable[[str], None]
 ) -> Traffic:
-    """Creates the groups, sends traffic through them, and returns measurements. Calls `note` with each stage's name.
+    """Creates the groups, and calls `note` with each stage's name.
 
     All ranks must call this with the same time limit `left_s`. `sizes`, `order`: of the axes. `quick`: fewer and
     smaller calls.
@@ -70,9 +70,7 @@ def run(
 
 
 def groups_of(sizes: Mapping[str, int]) -> Iterator[tuple[str, ps.GroupCoordinator]]:
-    """Yields (kind, group), such as ("tp", group), for this rank's existing groups, in the same order on all ranks.
-    `sizes`: axis -> ranks.
-    """
+    """Yields (kind, group), such as ("tp", group), for this rank's existing groups, in the same order on all ranks."""
     groups = ps.get_parallel_groups()
     for name in ("world", *made_at_start(groups.layout, sizes)):
         group = ps.get_world_group() if name == "world" else groups.try_get(name)

@@ -1,4 +1,4 @@
-"""Writes a plan as one HTML page: a drawing of all nodes, buttons for the kinds of groups, a panel for one rank.
+"""Writes a plan as one HTML page.
 
 `page.js` computes groups from the axes, as `layout.Grid` does.
 """

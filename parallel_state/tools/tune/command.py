@@ -4,8 +4,7 @@ result.
     python -m parallel_state tune                            starts 2, 4, 6 and 8 ranks, if there are as many GPUs
     torchrun --nproc-per-node 8 -m parallel_state tune       in the ranks that torchrun started
 
-Kernels are checked, then timed in turns, on GPUs as replays of a CUDA graph. The slowest rank's time counts. The choice
-is then tested by all kinds of calls on random sizes, with random delays of ranks.
+Kernels are checked, then timed in turns, on GPUs as replays of a CUDA graph. The choice is then tested.
 
 The choice is written to the user's table, as a row for this hardware and software. PARALLEL_STATE_PEER_MEMORY=auto and
 PARALLEL_STATE_NCCL=auto read that table.

@@ -102,8 +102,8 @@ class Tuning:
         self._torchs = next((each for each in group.route.communicators if each.name == "device_group"), None)
 
     def row(self, conditions: peer_thresholds.Conditions, source: str) -> Thresholds:
-        """Returns the measured and tested thresholds: the sizes up to which each kernel is used. `conditions`: hardware
-        and software. `source`: text to store with them.
+        """Returns the measured and tested thresholds: the sizes up to which each kernel is used. `source`: text to
+        store with the thresholds.
 
         Raises TuneError on all ranks or on none.
         """
