@@ -273,8 +273,9 @@ def _slowly(count: int) -> tuple[list[float], float]:
 
 
 def _leave(folder: str, call: str, who: int, pause_s: float | None, ends: bool) -> tuple[Outcome, float]:
-    """Rank `who` leaves the world while its host's link is down, for `pause_s`: 0 means for ever, and None that the
-    link stays up. `ends`: its process exits, too. No survivor leaves before all have an error."""
+    """Rank `who` leaves the world while its host's link is down. The link is down for `pause_s` seconds: 0 is for ever,
+    and with None it stays up. `ends`: the process of `who` exits, too. No survivor leaves before all have an error.
+    """
     ps.init_distributed_environment()
     group = ps.get_world_group()
     group.barrier()

@@ -483,6 +483,25 @@ def test_callbacks_that_raise_end_nothing() -> None:
         each.leave()
 
 
+@pytest.mark.parametrize("question", [b"", b"?"])
+def test_a_question_leaves_no_connection(question: bytes) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    worlds = [World(native.load(), "127.0.0.1", limit_s=LIMIT_S, beat_s=0.3) for _ in range(2)]
+    members = [Member(rank, "", os.getpid(), "", each.endpoint) for rank, each in enumerate(worlds)]
+    for each in worlds:
+        each.meet(members, lambda change: None, lambda rank, asked: asked)
+    before = count()
+    assert worlds[0].ask([1], question, 5.0).keys() == {1}
+    ended_by = time.monotonic() + LIMIT_S
+    while count() > before and time.monotonic() < ended_by:
+        time.sleep(0.01)
+    assert count() <= before
+    for each in worlds:
+        each.leave()
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
 def test_addresses(address: str) -> None:
     if address == "::1" and not socket.has_ipv6:
