@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import parallel_state as ps
 from device_communicators import find_route
 from parallel_state.__main__ import main
 from tests.contract.attempts import attempt, environment, world
+from tests.helpers.queues import is_busy
 from tests.workers import WorkerPool
 
 Pools = Callable[[int], WorkerPool]
@@ -59,6 +61,30 @@ def test_the_last_operations_of_a_group(pools: Pools, route: str) -> None:
         assert all(ended for *_, ended in operations)
     numbers = [(number, name) for number, name, *_ in first if name in ("all_reduce", "gather", "all_gather")]
     assert numbers == [(number, name) for number, name, *_ in second if name in ("all_reduce", "gather", "all_gather")]
+
+
+def _beside_another_thread(route: str) -> tuple[str, list[str]]:
+    with environment(**_settings(route)), world(2):
+        group = ps.get_tp_group()
+        if group.rank_in_group == 1:
+            group.recv([1], torch.float32)
+            group.barrier()
+            return "", []
+        thread = threading.Thread(target=group.barrier)
+        thread.start()
+        while not is_busy(group):
+            time.sleep(0.001)
+        kind = attempt(group.all_reduce, torch.ones(3)).kind
+        under_way = [each.name for each in find_route(group.unique_name).operations() if each.ended_s is None]
+        group.send(torch.ones(1))
+        thread.join(DEADLINE_S)
+        return kind, under_way
+
+
+@pytest.mark.parametrize("route", ["shared memory", "connections"])
+def test_a_refused_call_leaves_the_record_of_the_call_under_way(pools: Pools, route: str) -> None:
+    (kind, under_way), _ = pools(2).run(_beside_another_thread, route, timeout_s=DEADLINE_S)
+    assert kind == "UsageError" and "barrier" in under_way, (kind, under_way)
 
 
 def _hangs(route: str, folder: str) -> tuple[str, tuple[str, ...]]:
